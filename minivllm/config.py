@@ -1,0 +1,252 @@
+"""Every choice the engine makes, checked before anything is allocated.
+
+`EngineConfig` is built once, from a user's keyword arguments and the model's own `config.json`, and
+is frozen afterwards: nothing in the engine changes its mind at step 400. Each check names the field,
+the value it got, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from minivllm.errors import ConfigError, ModelError
+
+DType = Literal["float32", "bfloat16", "float16"]
+DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
+DEVICES: tuple[str, ...] = ("auto", "cpu", "cuda")
+ATTENTION_BACKENDS: tuple[str, ...] = ("auto", "torch", "triton")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3's stretch of the rotary frequencies (Llama 3 report, 2024, section 3.2).
+
+    Wavelengths under `original_max_position_embeddings / high_freq_factor` tokens stay as they are,
+    those over `original_max_position_embeddings / low_freq_factor` are divided by `factor`, and
+    those between are blended.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of one decoder of the Llama family; the names are Hugging Face's.
+
+    Attributes:
+        architecture: Hugging Face's class name, such as `LlamaForCausalLM`.
+        vocab_size: Rows of the embedding.
+        hidden_size: Width of the residual stream.
+        intermediate_size: Width of the MLP.
+        num_hidden_layers: Decoder layers.
+        num_attention_heads: Query heads.
+        num_key_value_heads: Key and value heads; each serves `num_attention_heads //
+            num_key_value_heads` query heads (grouped-query attention).
+        head_dim: Width of one head.
+        max_position_embeddings: Longest sequence the model was made for, in tokens.
+        rms_norm_eps: Added to the mean square under the root.
+        rope_theta: Base of the rotary frequencies.
+        rope_scaling: Llama-3's scaling, or None for the plain frequencies.
+        tie_word_embeddings: The output projection is the embedding itself.
+        attention_bias: Query, key and value projections have a bias (Qwen2).
+        attention_out_bias: The attention's output projection has one too.
+        mlp_bias: The MLP's projections have a bias.
+        qk_norm: Queries and keys pass an RMSNorm per head before the rotation (Qwen3).
+        eos_token_ids: Tokens that end a sequence.
+        bos_token_id: Token that starts one, if the model has it.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                     "num_attention_heads", "num_key_value_heads", "head_dim",
+                     "max_position_embeddings"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ModelError(f"model config: {name}={value!r} must be a positive integer")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ModelError(
+                f"model config: num_attention_heads={self.num_attention_heads} is not a multiple "
+                f"of num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"model config: head_dim={self.head_dim} must be even for rotary "
+                             "embeddings")
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together (and of all value heads)."""
+        return self.num_key_value_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    Attributes:
+        block_size: Tokens per block.
+        num_kv_blocks: Blocks in the pool; None sizes the pool from the memory at hand.
+        gpu_memory_utilization: Fraction of the GPU's memory that weights, activations and the
+            pool may take together.
+        enable_prefix_caching: Reuse blocks whose tokens, and all tokens before them, are the same.
+    """
+
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        if not isinstance(size, int) or size < 1 or size > 256 or size & (size - 1):
+            raise ConfigError(f"block_size={size!r}: expected a power of two from 1 to 256 (16 is "
+                              "a good choice)")
+        if self.num_kv_blocks is not None:
+            _positive("num_kv_blocks", self.num_kv_blocks)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected "
+                              "a fraction in (0, 1]")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The limits of one step.
+
+    Attributes:
+        max_num_batched_tokens: Token budget of a step, over all requests.
+        max_num_seqs: Most requests that run at the same time.
+    """
+
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+
+    def __post_init__(self) -> None:
+        _positive("max_num_batched_tokens", self.max_num_batched_tokens)
+        _positive("max_num_seqs", self.max_num_seqs)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All of it. Built by `EngineConfig.from_options`; every field is final.
+
+    Attributes:
+        model: What the user named: alias, folder, file, hub name or `random:<preset>`.
+        device: `cpu` or `cuda`, decided.
+        dtype: Of weights, activations and KV cache, decided.
+        attention_backend: `torch` or `triton`, decided.
+        max_model_len: Longest sequence (prompt and output) in tokens; None is as long as model and
+            KV pool allow.
+        seed: Of random weights, and of requests that bring no seed of their own.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    attention_backend: str = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        _one_of("device", self.device, DEVICES)
+        _one_of("dtype", self.dtype, ("auto", *DTYPES))
+        _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        if self.max_model_len is not None:
+            _positive("max_model_len", self.max_model_len)
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ConfigError(f"seed={self.seed!r}: expected an integer of at least 0")
+
+    @classmethod
+    def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
+        """Builds the configuration from flat keyword arguments, as `LLM` takes them.
+
+        Args:
+            model: The model's name.
+            options: Values by field name, of `EngineConfig` or of one of its parts.
+
+        Raises:
+            ConfigError: An option is unknown, impossible, or cannot work on this machine.
+        """
+        parts: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "": {}}
+        owners = {name: "cache" for name in CacheConfig.__dataclass_fields__}
+        owners |= {name: "scheduler" for name in SchedulerConfig.__dataclass_fields__}
+        owners |= {name: "" for name in cls.__dataclass_fields__ if name not in ("model", *parts)}
+        for name, value in options.items():
+            if name not in owners:
+                raise ConfigError(f"unknown option {name!r}; the options are: "
+                                  f"{', '.join(sorted(owners))}")
+            parts[owners[name]][name] = value
+        config = cls(model=model, cache=CacheConfig(**parts["cache"]),
+                     scheduler=SchedulerConfig(**parts["scheduler"]), **parts[""])
+        return config.resolved()
+
+    def resolved(self) -> EngineConfig:
+        """Replaces every `auto` by what this machine can do.
+
+        Raises:
+            ConfigError: The device was asked for by name and is not there, or the backend cannot
+                run on it.
+        """
+        import dataclasses
+
+        from minivllm.platform import has_cuda, has_triton
+
+        device = self.device
+        if device == "auto":
+            device = "cuda" if has_cuda() else "cpu"
+        if device == "cuda" and not has_cuda():
+            raise ConfigError("device='cuda': torch sees no CUDA device; use device='cpu', or "
+                              "install a CUDA build of torch and check with 'minivllm doctor'")
+        backend = self.attention_backend
+        if backend == "auto":
+            backend = "triton" if device == "cuda" and has_triton() else "torch"
+        if backend == "triton" and not has_triton(device):
+            raise ConfigError(
+                f"attention_backend='triton' cannot run on device={device!r}: it needs the triton "
+                "package and a GPU (or TRITON_INTERPRET=1 to run slowly on a CPU); "
+                "use attention_backend='torch'"
+            )
+        dtype = self.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if device == "cuda" else "float32"
+        return dataclasses.replace(self, device=device, dtype=dtype, attention_backend=backend)
+
+
+def _positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r}: expected a positive integer")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(choices)}")

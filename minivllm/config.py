@@ -82,9 +82,16 @@ class ModelConfig:
     bos_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                     "num_attention_heads", "num_key_value_heads", "head_dim",
-                     "max_position_embeddings"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ModelError(f"model config: {name}={value!r} must be a positive integer")
@@ -94,8 +101,9 @@ class ModelConfig:
                 f"of num_key_value_heads={self.num_key_value_heads}"
             )
         if self.head_dim % 2:
-            raise ModelError(f"model config: head_dim={self.head_dim} must be even for rotary "
-                             "embeddings")
+            raise ModelError(
+                f"model config: head_dim={self.head_dim} must be even for rotary embeddings"
+            )
 
     @property
     def q_size(self) -> int:
@@ -128,13 +136,16 @@ class CacheConfig:
     def __post_init__(self) -> None:
         size = self.block_size
         if not isinstance(size, int) or size < 1 or size > 256 or size & (size - 1):
-            raise ConfigError(f"block_size={size!r}: expected a power of two from 1 to 256 (16 is "
-                              "a good choice)")
+            raise ConfigError(
+                f"block_size={size!r}: expected a power of two from 1 to 256 (16 is a good choice)"
+            )
         if self.num_kv_blocks is not None:
             _positive("num_kv_blocks", self.num_kv_blocks)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected "
-                              "a fraction in (0, 1]")
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected "
+                "a fraction in (0, 1]"
+            )
 
 
 @dataclass(frozen=True)
@@ -198,16 +209,21 @@ class EngineConfig:
             ConfigError: An option is unknown, impossible, or cannot work on this machine.
         """
         parts: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "": {}}
-        owners = {name: "cache" for name in CacheConfig.__dataclass_fields__}
-        owners |= {name: "scheduler" for name in SchedulerConfig.__dataclass_fields__}
+        owners = dict.fromkeys(CacheConfig.__dataclass_fields__, "cache")
+        owners |= dict.fromkeys(SchedulerConfig.__dataclass_fields__, "scheduler")
         owners |= {name: "" for name in cls.__dataclass_fields__ if name not in ("model", *parts)}
         for name, value in options.items():
             if name not in owners:
-                raise ConfigError(f"unknown option {name!r}; the options are: "
-                                  f"{', '.join(sorted(owners))}")
+                raise ConfigError(
+                    f"unknown option {name!r}; the options are: {', '.join(sorted(owners))}"
+                )
             parts[owners[name]][name] = value
-        config = cls(model=model, cache=CacheConfig(**parts["cache"]),
-                     scheduler=SchedulerConfig(**parts["scheduler"]), **parts[""])
+        config = cls(
+            model=model,
+            cache=CacheConfig(**parts["cache"]),
+            scheduler=SchedulerConfig(**parts["scheduler"]),
+            **parts[""],
+        )
         return config.resolved()
 
     def resolved(self) -> EngineConfig:
@@ -225,8 +241,10 @@ class EngineConfig:
         if device == "auto":
             device = "cuda" if has_cuda() else "cpu"
         if device == "cuda" and not has_cuda():
-            raise ConfigError("device='cuda': torch sees no CUDA device; use device='cpu', or "
-                              "install a CUDA build of torch and check with 'minivllm doctor'")
+            raise ConfigError(
+                "device='cuda': torch sees no CUDA device; use device='cpu', or "
+                "install a CUDA build of torch and check with 'minivllm doctor'"
+            )
         backend = self.attention_backend
         if backend == "auto":
             backend = "triton" if device == "cuda" and has_triton() else "torch"

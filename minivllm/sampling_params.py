@@ -85,44 +85,77 @@ class SamplingParams:
     def _check_ranges(self) -> None:
         _check("n", self.n, isinstance(self.n, int) and self.n >= 1, "an integer of at least 1")
         # The two-sided comparisons are false for NaN and for infinities, so those are refused too.
-        _check("temperature", self.temperature, 0.0 <= self.temperature < float("inf"),
-               "0 (greedy) or a positive finite number")
-        _check("top_k", self.top_k, isinstance(self.top_k, int) and self.top_k >= -1,
-               "a positive integer, or 0 or -1 for no limit")
+        _check(
+            "temperature",
+            self.temperature,
+            0.0 <= self.temperature < float("inf"),
+            "0 (greedy) or a positive finite number",
+        )
+        _check(
+            "top_k",
+            self.top_k,
+            isinstance(self.top_k, int) and self.top_k >= -1,
+            "a positive integer, or 0 or -1 for no limit",
+        )
         _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]")
         _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]")
-        _check("repetition_penalty", self.repetition_penalty,
-               0.0 < self.repetition_penalty < float("inf"), "a positive finite number")
+        _check(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.0 < self.repetition_penalty < float("inf"),
+            "a positive finite number",
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(name, value, -2.0 <= value <= 2.0, "in [-2, 2]")
         if self.seed is not None:
-            _check("seed", self.seed, isinstance(self.seed, int) and 0 <= self.seed < 2**63,
-                   "None or an integer in [0, 2**63)")
+            _check(
+                "seed",
+                self.seed,
+                isinstance(self.seed, int) and 0 <= self.seed < 2**63,
+                "None or an integer in [0, 2**63)",
+            )
         if self.max_tokens is not None:
-            _check("max_tokens", self.max_tokens,
-                   isinstance(self.max_tokens, int) and self.max_tokens >= 1,
-                   "None or an integer of at least 1")
-        _check("min_tokens", self.min_tokens,
-               isinstance(self.min_tokens, int) and self.min_tokens >= 0,
-               "an integer of at least 0")
+            _check(
+                "max_tokens",
+                self.max_tokens,
+                isinstance(self.max_tokens, int) and self.max_tokens >= 1,
+                "None or an integer of at least 1",
+            )
+        _check(
+            "min_tokens",
+            self.min_tokens,
+            isinstance(self.min_tokens, int) and self.min_tokens >= 0,
+            "an integer of at least 0",
+        )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}: "
                 "no output can satisfy both; lower min_tokens or raise max_tokens"
             )
         if self.logprobs is not None:
-            _check("logprobs", self.logprobs,
-                   isinstance(self.logprobs, int) and self.logprobs >= 0,
-                   "None or an integer of at least 0")
+            _check(
+                "logprobs",
+                self.logprobs,
+                isinstance(self.logprobs, int) and self.logprobs >= 0,
+                "None or an integer of at least 0",
+            )
 
     def _check_stops(self) -> None:
         for string in self.stop:
-            _check("stop", string, isinstance(string, str) and string != "",
-                   "a non-empty string or a list of them")
+            _check(
+                "stop",
+                string,
+                isinstance(string, str) and string != "",
+                "a non-empty string or a list of them",
+            )
         for token in self.stop_token_ids:
-            _check("stop_token_ids", token, isinstance(token, int) and token >= 0,
-                   "a list of token ids of at least 0")
+            _check(
+                "stop_token_ids",
+                token,
+                isinstance(token, int) and token >= 0,
+                "a list of token ids of at least 0",
+            )
 
 
 def _check(name: str, value: object, ok: bool, expected: str) -> None:

@@ -56,8 +56,9 @@ class AttentionBackend(ABC):
 
     name: str
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, block_size: int,
-                 scale: float) -> None:
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_size: int, block_size: int, scale: float
+    ) -> None:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
@@ -73,9 +74,15 @@ class AttentionBackend(ABC):
         return (2, num_blocks, self.block_size, self.num_kv_heads, self.head_size)
 
     @abstractmethod
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                kv_cache: torch.Tensor, output: torch.Tensor,
-                metadata: AttentionMetadata) -> None:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
         """Writes key and value into the cache, then attends; fills `output`, returns nothing.
 
         Args:

@@ -83,9 +83,16 @@ class Request:
             -1 before that.
     """
 
-    def __init__(self, request_id: str, prompt_token_ids: Sequence[int],
-                 sampling_params: SamplingParams, max_tokens: int, seed: int = 0,
-                 eos_token_ids: Sequence[int] = (), cache_salt: str | None = None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        max_tokens: int,
+        seed: int = 0,
+        eos_token_ids: Sequence[int] = (),
+        cache_salt: str | None = None,
+    ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = list(prompt_token_ids)
         self.output_token_ids: list[int] = []

@@ -7,8 +7,10 @@ cannot take down the requests that share a batch with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from minivllm.errors import InvalidRequestError
 
@@ -21,7 +23,8 @@ class SamplingParams:
         n: Number of completions for the prompt; they share the prompt's cached blocks.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: Keep the `top_k` most likely tokens; 0 or -1 keeps all.
-        top_p: Keep the smallest set of tokens whose probabilities sum to at least `top_p`.
+        top_p: Keep the smallest set of tokens whose probabilities sum to at least `top_p`, and
+            tokens exactly as likely as the last of them.
         min_p: Drop tokens less likely than `min_p` times the most likely one.
         repetition_penalty: Over 1 discourages tokens of the prompt and the output
             (Keskar et al. 2019, CTRL): positive logits are divided by it, negative multiplied.
@@ -62,9 +65,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._normalize_numbers()
+        self._normalize_stops()
         self._check_ranges()
         self._check_stops()
 
@@ -82,63 +84,79 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
+    def _normalize_numbers(self) -> None:
+        """Makes plain ints and floats of all numbers: numpy's are welcome, text is not."""
+        for name in ("n", "top_k", "min_tokens"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        for name in ("seed", "max_tokens", "logprobs"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            object.__setattr__(self, name, _finite_number(name, getattr(self, name)))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            value = getattr(self, name)
+            _check(name, value, isinstance(value, bool), "True or False")
+
+    def _normalize_stops(self) -> None:
+        stop = () if self.stop is None else self.stop
+        _check("stop", stop, isinstance(stop, Iterable), "a string or a list of strings")
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
+        token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        _check(
+            "stop_token_ids",
+            token_ids,
+            isinstance(token_ids, Iterable) and not isinstance(token_ids, str | bytes),
+            "a list of token ids",
+        )
+        object.__setattr__(
+            self, "stop_token_ids", tuple(_integer("stop_token_ids", t) for t in token_ids)
+        )
+
     def _check_ranges(self) -> None:
-        _check("n", self.n, isinstance(self.n, int) and self.n >= 1, "an integer of at least 1")
-        # The two-sided comparisons are false for NaN and for infinities, so those are refused too.
+        _check("n", self.n, self.n >= 1, "an integer of at least 1")
         _check(
             "temperature",
             self.temperature,
-            0.0 <= self.temperature < float("inf"),
-            "0 (greedy) or a positive finite number",
+            self.temperature >= 0.0,
+            "0 (greedy) or a positive number",
         )
-        _check(
-            "top_k",
-            self.top_k,
-            isinstance(self.top_k, int) and self.top_k >= -1,
-            "a positive integer, or 0 or -1 for no limit",
-        )
-        _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]")
-        _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]")
+        _check("top_k", self.top_k, self.top_k >= -1, "a positive integer, or 0 or -1 for no limit")
+        _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "a number in (0, 1]")
+        _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "a number in [0, 1]")
         _check(
             "repetition_penalty",
             self.repetition_penalty,
-            0.0 < self.repetition_penalty < float("inf"),
-            "a positive finite number",
+            self.repetition_penalty > 0.0,
+            "a positive number",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            _check(name, value, -2.0 <= value <= 2.0, "in [-2, 2]")
+            _check(name, value, -2.0 <= value <= 2.0, "a number in [-2, 2]")
         if self.seed is not None:
-            _check(
-                "seed",
-                self.seed,
-                isinstance(self.seed, int) and 0 <= self.seed < 2**63,
-                "None or an integer in [0, 2**63)",
-            )
-        if self.max_tokens is not None:
-            _check(
-                "max_tokens",
-                self.max_tokens,
-                isinstance(self.max_tokens, int) and self.max_tokens >= 1,
-                "None or an integer of at least 1",
-            )
+            _check("seed", self.seed, 0 <= self.seed < 2**63, "None or an integer in [0, 2**63)")
+        if self.logprobs is not None:
+            _check("logprobs", self.logprobs, self.logprobs >= 0, "None or an integer, at least 0")
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        expected = "an integer of at least 0"
+        _check("min_tokens", self.min_tokens, self.min_tokens >= 0, expected)
+        if self.max_tokens is None:
+            return
         _check(
-            "min_tokens",
-            self.min_tokens,
-            isinstance(self.min_tokens, int) and self.min_tokens >= 0,
-            "an integer of at least 0",
+            "max_tokens", self.max_tokens, self.max_tokens >= 1, "None or an integer, at least 1"
         )
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        if self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}: "
                 "no output can satisfy both; lower min_tokens or raise max_tokens"
-            )
-        if self.logprobs is not None:
-            _check(
-                "logprobs",
-                self.logprobs,
-                isinstance(self.logprobs, int) and self.logprobs >= 0,
-                "None or an integer of at least 0",
             )
 
     def _check_stops(self) -> None:
@@ -150,14 +168,28 @@ class SamplingParams:
                 "a non-empty string or a list of them",
             )
         for token in self.stop_token_ids:
-            _check(
-                "stop_token_ids",
-                token,
-                isinstance(token, int) and token >= 0,
-                "a list of token ids of at least 0",
-            )
+            _check("stop_token_ids", token, token >= 0, "token ids of at least 0")
 
 
 def _check(name: str, value: object, ok: bool, expected: str) -> None:
     if not ok:
         raise InvalidRequestError(f"{name}={value!r} is not valid: expected {expected}")
+
+
+def _integer(name: str, value: object) -> int:
+    # True counts as an Integral in Python; here it is a mistake.
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise InvalidRequestError(f"{name}={value!r} is not valid: expected an integer")
+    return int(value)
+
+
+def _finite_number(name: str, value: object) -> float:
+    expected = "a finite number"
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise InvalidRequestError(f"{name}={value!r} is not valid: expected {expected}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    _check(name, value, math.isfinite(number), expected)
+    return number

@@ -149,7 +149,7 @@ class _DecodeWindow:
         self._skip_special_tokens = skip_special_tokens
         self._token_ids = self._context(prompt_token_ids)
         self._shown = self._decode(self._token_ids)  # the beginning of the window's text
-        # Numbers of the window's tokens after which all text was shown: the last, and the one before.
+        # After how many of the window's tokens all text was shown: latest, and the time before.
         self._clean = self._previous_clean = len(self._token_ids)
 
     def push(self, token_id: int) -> str:
@@ -157,7 +157,9 @@ class _DecodeWindow:
         self._token_ids.append(token_id)
         text = self._decode(self._token_ids)
         if not text.startswith(self._shown):
-            text = self._reconcile(text, finished=False)
+            if self._may_recover(text):
+                return ""
+            text = self._reconcile(text)
         certain = _without_unfinished(text)
         new_text = certain[len(self._shown) :]
         self._shown += new_text
@@ -170,24 +172,28 @@ class _DecodeWindow:
         """Returns what has been held back, as the tokenizer shows it at the end of a text."""
         text = self._decode(self._token_ids)
         if not text.startswith(self._shown):
-            text = self._reconcile(text, finished=True)
+            text = self._reconcile(text)
         new_text = text[len(self._shown) :]
         self._shown = text
         return new_text
 
-    def _reconcile(self, text: str, finished: bool) -> str:
+    def _may_recover(self, text: str) -> bool:
+        """Whether a text that contradicts what has been shown may only lack a few bytes.
+
+        Under byte fallback a new character makes the whole run malformed until it is complete.
+        """
+        num_pending = len(self._token_ids) - self._clean
+        return text.endswith(REPLACEMENT) and num_pending <= _MAX_UNFINISHED
+
+    def _reconcile(self, text: str) -> str:
         """Deals with a text that contradicts what has been shown; returns what to take instead."""
         before_unfinished = _without_unfinished(self._shown)
         if text.startswith(before_unfinished) and before_unfinished != self._shown:
             # The prompt ended within a character, and the output has completed it.
             self._shown = before_unfinished
             return text
-        num_pending = len(self._token_ids) - self._clean
-        if not finished and text.endswith(REPLACEMENT) and num_pending <= _MAX_UNFINISHED:
-            # Byte fallback: the new bytes make the run malformed, until their character is complete.
-            return self._shown
-        # It never was: decode the bytes since the last whole character on their own. They are in
-        # the middle of a word, so that there is no leading space to lose.
+        # Malformed bytes: decode those since the last whole character on their own. They stand in
+        # the middle of a run, so that there is no leading space to lose.
         del self._token_ids[: self._clean]
         self._clean = self._previous_clean = 0
         self._shown = ""
@@ -220,7 +226,7 @@ class _DecodeWindow:
                 return context
         return list(prompt_token_ids[-_CONTEXT_TOKENS:])
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
+    def _decode(self, token_ids: list[int]) -> str:
         text = self._tokenizer.decode(
             token_ids,
             skip_special_tokens=self._skip_special_tokens,

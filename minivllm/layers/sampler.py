@@ -27,8 +27,9 @@ from minivllm.sampling_params import SamplingParams
 # decreases, and a token of weight 0 has no place on the line. 2**61 leaves room for a row that adds
 # up to slightly more than 1, and is finer than the 53 bits of a uniform number.
 _ONE = 2**61
-# Smallest normal float32: a GPU may flush anything below it to 0, and 0 / 0 is NaN.
+# Normal float32 numbers: a GPU may flush anything smaller to 0, and 0 / 0 is NaN; so is -inf / inf.
 _MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)
+_MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 
 
 class SamplingRequest(Protocol):
@@ -124,7 +125,7 @@ class SamplingMetadata:
         used_top_ks = [k for k, p in zip(top_ks, params) if k < vocab_size and not p.greedy]
         with_top_p = [k for k, p in zip(top_ks, params) if p.top_p < 1.0 and not p.greedy]
         numbers = np.empty((5, len(params)))
-        numbers[0] = [0.0 if p.greedy else max(p.temperature, _MIN_TEMPERATURE) for p in params]
+        numbers[0] = [_temperature(p) for p in params]
         numbers[1] = top_ks
         numbers[2] = [p.top_p for p in params]
         numbers[3] = [p.min_p for p in params]
@@ -350,6 +351,12 @@ def _with_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num: int) -> S
         logprobs=torch.cat([sampled, top.values], dim=1),
         sampled_token_ranks=(logprobs >= sampled).sum(dim=-1),
     )
+
+
+def _temperature(params: SamplingParams) -> float:
+    if params.greedy:
+        return 0.0
+    return min(max(params.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
 
 
 def _top_p_threshold(ranked: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,8 @@ class TorchAttentionBackend(AttentionBackend):
         start = metadata.num_decodes
         for i in range(metadata.num_decodes, metadata.num_reqs):
             end = start + metadata.query_lens_cpu[i]
-            self._attend_one(query[start:end], kv_cache, output[start:end], metadata, i)
+            if end > start:  # a padding request has no tokens
+                self._attend_one(query[start:end], kv_cache, output[start:end], metadata, i)
             start = end
 
     def _write_cache(
@@ -74,17 +75,21 @@ class TorchAttentionBackend(AttentionBackend):
         output: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """One query token per request: the queries of a KV head attend as if they were a sequence."""
+        """One query token per request; the queries of a KV head attend as if they were a sequence."""
         n = metadata.num_decodes
-        max_len = max(metadata.seq_lens_cpu[:n])
-        blocks = metadata.block_table[:n, : -(-max_len // self.block_size)]
-        keys, values = self._gather(kv_cache, blocks)
-        positions = torch.arange(keys.shape[2], device=query.device)
-        # [num_reqs, 1, 1, context]: slots after a request's end hold others' tokens, or nothing yet
-        visible = (positions < metadata.seq_lens[:n, None])[:, None, None]
+        shortest, longest = min(metadata.seq_lens_cpu[:n]), max(metadata.seq_lens_cpu[:n])
+        blocks = metadata.block_table[:n, : -(-longest // self.block_size)]
+        keys, values = self._gather(kv_cache, blocks)[:, :, :, :longest]
+        mask = None
+        if shortest < longest:
+            positions = torch.arange(longest, device=query.device)
+            mask = (positions < metadata.seq_lens[:n, None])[:, None, None]  # [num_reqs, 1, 1, len]
+            # Slots past a request's end hold what others left there. A weight of zero does not
+            # silence a NaN, and one request's overflow must not become another's.
+            values.masked_fill_(~mask.transpose(2, 3), 0.0)
         grouped = query[:n].unflatten(1, (self.num_kv_heads, -1))
         attended = F.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=visible, scale=self.scale
+            grouped, keys, values, attn_mask=mask, scale=self.scale
         )
         output[:n] = attended.flatten(1, 2)
 

@@ -22,6 +22,7 @@ from minivllm.engine.kv_cache import KVCacheManager
 from minivllm.engine.request import FinishReason, Logprob, Request
 from minivllm.engine.scheduler import Scheduler
 from minivllm.errors import ConfigError, InvalidRequestError
+from minivllm.layers.linear import can_pack
 from minivllm.models.decoder import DecoderForCausalLM
 from minivllm.models.loader import load_weights
 from minivllm.models.source import ModelSource
@@ -112,8 +113,8 @@ class EngineCore:
         room = limit - num_prompt
         if params.min_tokens > room:
             raise InvalidRequestError(
-                f"min_tokens={params.min_tokens} cannot be reached: a prompt of {num_prompt} tokens "
-                f"leaves room for {room} of the context length of {limit}"
+                f"min_tokens={params.min_tokens} cannot be reached: a prompt of {num_prompt} "
+                f"tokens leaves room for {room} of the context length of {limit}"
             )
         return Request(
             request_id,
@@ -179,6 +180,8 @@ def _build_model(
     finally:
         torch.set_default_dtype(previous)
     load_weights(model, source, config.seed)
+    if can_pack(config.device, config.dtype):
+        model.pack()
     return model.eval()
 
 

@@ -24,7 +24,7 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
-class FinishReason(str, enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why an output ended: a stop token or string, the length limit, or an abort."""
 
     STOP = "stop"

@@ -3,8 +3,8 @@
 There is no prefill phase and no decode phase. Every request has `num_tokens` (known) and
 `num_computed_tokens` (in the cache), and a step has one budget of tokens with which the scheduler
 closes those gaps: running requests first, in order, then waiting ones. A long prompt that does not
-fit simply gets part of its tokens now ("chunked prefill"), beside the single tokens of requests that
-are generating. A request whose gap closes samples a token at the end of the step.
+fit simply gets part of its tokens now ("chunked prefill"), beside the single tokens of requests
+that are generating. A request whose gap closes samples a token at the end of the step.
 
 When the pool runs out of blocks, the request that was admitted last gives up its own and goes back
 to the head of the queue, to be computed again ("preemption by recompute"). The oldest request

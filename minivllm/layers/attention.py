@@ -1,9 +1,8 @@
 """The attention layer: the place where a layer's slice of the KV cache meets the step's metadata.
 
 The layer computes nothing itself. It knows its cache, finds the step's metadata in the forward
-context, and asks the backend to write the new keys and values and to fill `output`, which its caller
-allocated. Taking the output instead of returning one matters later: what is allocated outside a
-recorded graph has no stable address.
+context, and asks the backend to write the new keys and values and to fill `output`, which its
+caller allocated. Nothing is returned, so the address of the result is the caller's choice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
-"""Matrix products, several of a checkpoint's in one.
+"""Matrix products, several of a checkpoint's in one, in the layout that the device likes best.
 
 A checkpoint has separate weights for query, key and value, and for the MLP's gate and up
 projections. They are applied to the same input, so one product with their rows stacked gives all of
 them and reads the input once. Each original tensor is loaded into its rows.
+
+On a CPU the weights are then reordered into oneDNN's blocked layout. A decode step reads every
+weight once for a handful of rows, and the plain layout reaches only half of the memory's bandwidth
+there (`benchmarks/generate.py` measures both).
 """
 
 from __future__ import annotations
@@ -29,10 +33,18 @@ class MergedLinear(nn.Module):
         total = sum(self.output_sizes.values())
         self.weight = nn.Parameter(torch.empty(total, input_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(total), requires_grad=False) if bias else None
+        self.packed: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `[num_tokens, input_size]` to `[num_tokens, sum(output_sizes)]`."""
+        if self.packed is not None:
+            return packed_linear(x, self.packed, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        """Reorders the weight for oneDNN and frees the plain one; call after loading."""
+        self.packed = pack_weight(self.weight.data)
+        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def weight_targets(self, prefix: str) -> dict[str, torch.Tensor]:
         """Views into which the checkpoint's tensors go, by their names there."""
@@ -43,3 +55,30 @@ class MergedLinear(nn.Module):
                 targets[f"{prefix}.{name}.bias"] = self.bias.data[start : start + size]
             start += size
         return targets
+
+
+def can_pack(device: str, dtype: str) -> bool:
+    """Whether weights on this device and of this dtype have a packed layout."""
+    if device != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    # Half-width products need instructions that not every CPU has; oneDNN refuses them otherwise.
+    supported = {
+        "float32": True,
+        "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return supported[dtype]
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Reorders `[rows, input_size]` into oneDNN's layout: an opaque tensor for `packed_linear`.
+
+    Inductor does the same when it freezes a model. The layout is left to oneDNN for any number of
+    rows of the input: packing for one row made 16 rows half as slow again.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ W.T + b` with a weight from `pack_weight`."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

@@ -1,8 +1,8 @@
 """The decoder of the Llama family: Llama, SmolLM, Mistral, Qwen2 and Qwen3 from one description.
 
-They differ in little: biases on the query, key and value projections (Qwen2), a norm per head before
-the rotation (Qwen3), tied or separate output embeddings. The rest is one stack of
-attention and gated MLP around a residual stream, for a flat batch of tokens: rows are tokens of many
+They differ in little: biases on the query, key and value projections (Qwen2), a norm per head
+before the rotation (Qwen3), tied or separate output embeddings. The rest is one stack of attention
+and gated MLP around a residual stream, for a flat batch of tokens: rows are tokens of many
 requests, and only attention knows which belongs to whom.
 
 Parameters are merged where one product serves several projections; `weight_targets` says where each
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from minivllm.attention.backend import AttentionBackend
 from minivllm.config import ModelConfig
 from minivllm.layers.attention import Attention
-from minivllm.layers.linear import MergedLinear
+from minivllm.layers.linear import MergedLinear, pack_weight, packed_linear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding, apply_rotary
 
@@ -45,6 +45,7 @@ class DecoderForCausalLM(nn.Module):
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.packed_lm_head: torch.Tensor | None = None
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Runs the stack.
@@ -68,7 +69,18 @@ class DecoderForCausalLM(nn.Module):
         Only rows that a token is sampled from should come here: the product with the vocabulary is
         the largest of a small model.
         """
+        if self.packed_lm_head is not None:
+            return packed_linear(hidden, self.packed_lm_head, None).float()
         return F.linear(hidden, self.lm_head).float()
+
+    def pack(self) -> None:
+        """Reorders all matrices for a CPU; call once, after the weights have been loaded."""
+        for module in self.modules():
+            if isinstance(module, MergedLinear):
+                module.pack()
+        self.packed_lm_head = pack_weight(self.lm_head.data)
+        if self.lm_head is not self.embed_tokens:  # a tied one is still needed for look-ups
+            self.lm_head = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def attention_layers(self) -> list[Attention]:
         """The attention layers, first layer first."""

@@ -1,8 +1,8 @@
 """Every choice the engine makes, checked before anything is allocated.
 
 `EngineConfig` is built once, from a user's keyword arguments, and `ModelConfig` from the model's
-own `config.json`. Both are frozen afterwards: nothing in the engine changes its mind at step 400. Each
-check names the field, the value it got, and what to do about it.
+own `config.json`. Both are frozen afterwards: nothing in the engine changes its mind at step 400.
+Each check names the field, the value it got, and what to do about it.
 """
 
 from __future__ import annotations

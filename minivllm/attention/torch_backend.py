@@ -75,7 +75,7 @@ class TorchAttentionBackend(AttentionBackend):
         output: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """One query token each; the queries that share a KV head attend as if they were a sequence."""
+        """One query token each; queries that share a KV head attend as if they were a sequence."""
         n = metadata.num_decodes
         shortest, longest = min(metadata.seq_lens_cpu[:n]), max(metadata.seq_lens_cpu[:n])
         blocks = metadata.block_table[:n, : -(-longest // self.block_size)]

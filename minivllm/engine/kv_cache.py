@@ -195,8 +195,6 @@ class KVCacheManager:
         self.pool.take_cached(cached_blocks)
         added = [*cached_blocks, *self.pool.take_new(num_new)]
         self.tables.setdefault(request.request_id, []).extend(added)
-        if cached_blocks:
-            self._num_indexed[request.request_id] = len(cached_blocks)
         return added
 
     def index_full_blocks(self, request: Request) -> None:

@@ -153,6 +153,13 @@ def test_a_row_without_top_p_keeps_its_whole_tail_beside_one_with_it():
     assert (filtered(logits, requests)[1] > 0).all()
 
 
+@pytest.mark.parametrize("top_p", [1e-6, 1e-30, 1e-300])
+def test_a_tiny_top_p_keeps_the_most_likely_token(top_p):
+    logits = random_logits(8, 100)
+    probs = filtered(logits, [FakeRequest(SamplingParams(top_p=top_p))] * 8)
+    np.testing.assert_array_equal(probs, np.eye(100)[logits.argmax(dim=1).numpy()])
+
+
 @pytest.mark.parametrize("temperature", [1e-6, 1e-45, 1e-300])
 def test_a_tiny_temperature_takes_the_most_likely_token(temperature):
     logits = random_logits(8, 100, scale=20.0)
@@ -242,6 +249,14 @@ def test_the_ends_of_the_line_are_the_first_and_the_last_possible_token():
     assert draw(probs, numbers).tolist() == [1, 1, 3, 3]
 
 
+@pytest.mark.parametrize("tail", [k * 2.0**-54 for k in range(1, 33)])
+@pytest.mark.parametrize("head", [0.5, 1.0 - 2.0**-24, 1.0])
+def test_the_largest_number_stays_below_the_total_however_that_is_rounded(head, tail):
+    probs = torch.tensor([[head, tail, 0.0, 0.0]])
+    numbers = torch.tensor([LARGEST_UNIFORM], dtype=torch.float64)
+    assert draw(probs, numbers).item() in (0, 1)
+
+
 def test_the_cumulative_sum_is_exact_for_a_vocabulary_of_152_064():
     vocab_size = 152_064
     probs = torch.full((1, vocab_size), 1.0 / vocab_size).expand(30, -1)
@@ -251,15 +266,17 @@ def test_the_cumulative_sum_is_exact_for_a_vocabulary_of_152_064():
         assert drawn.tolist() == tokens.tolist()
 
 
-def test_broken_logits_give_a_valid_token_and_leave_the_other_rows_alone():
-    logits = random_logits(4, 50)
-    requests = [FakeRequest(SamplingParams(top_k=5, top_p=0.9), seed=i) for i in range(4)]
+@pytest.mark.parametrize("vocab_size", [1, 2, 3, 8, 50, 51, 1001])
+def test_broken_logits_give_a_valid_token_and_leave_the_other_rows_alone(vocab_size):
+    logits = random_logits(40, vocab_size)
+    params = [SamplingParams(), SamplingParams(top_k=5, top_p=0.9)]
+    requests = [FakeRequest(params[i % 2], seed=i) for i in range(40)]
     expected = sample(logits, requests)
-    logits[1] = torch.nan
-    logits[2, 7] = torch.inf
+    logits[10:20] = torch.nan
+    logits[20:30, vocab_size // 2 :] = torch.inf
     tokens = sample(logits, requests)
-    assert all(0 <= token < 50 for token in tokens)
-    assert (tokens[0], tokens[3]) == (expected[0], expected[3])
+    assert all(0 <= token < vocab_size for token in tokens)
+    assert (tokens[:10], tokens[30:]) == (expected[:10], expected[30:])
 
 
 # ---------------------------------------------------------------- uniform numbers
@@ -365,6 +382,14 @@ def test_greedy_rows_take_the_most_likely_token_beside_rows_that_draw(dtype):
     assert tokens[1::2] == expected[1::2]
     assert tokens[::2] != expected[::2]
     assert sample(logits, [greedy] * 40) == expected
+
+
+def test_filters_of_greedy_rows_cost_the_other_rows_nothing():
+    greedy = SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.1)
+    metadata = SamplingMetadata.build([FakeRequest(), FakeRequest(greedy)], 100, "cpu")
+    assert metadata.max_top_k is None
+    assert not metadata.need_top_p
+    assert not metadata.need_min_p
 
 
 def test_the_callers_logits_are_not_modified():

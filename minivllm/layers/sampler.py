@@ -274,9 +274,9 @@ def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         number times the row's total.
     """
     cumulative = _weights(probs).cumsum_(dim=-1)
-    total = cumulative[:, -1]
-    # The product can be rounded up to the total, which lies behind the last token.
-    target = torch.minimum((uniforms * total.double()).long(), total - 1)
+    # A number is at most 1 - 2**-53, so the product is rounded to at most the last float64 before
+    # the rounded total, and that one is below the total: some token lies behind the target.
+    target = (uniforms * cumulative[:, -1].double()).long()
     token_ids = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
     # Only NaN in the logits can exceed the vocabulary here; an index out of range would take down
     # the CUDA context, and every other request with it.

@@ -60,14 +60,15 @@ def check_against(model: PreTrainedModel, output: RequestOutput, tolerance: floa
     completion = output.outputs[0]
     prompt, tokens = output.prompt_token_ids, completion.token_ids
     with torch.inference_mode():
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        ids = torch.tensor([prompt + tokens], device=model.device)
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].cpu()
     reference = logits.float().log_softmax(-1)
     assert tokens == reference.argmax(-1).tolist()
     assert completion.logprobs is not None
     for row, entries in zip(reference, completion.logprobs, strict=True):
         ids = list(entries)
         ours = torch.tensor([entries[i].logprob for i in ids])
-        torch.testing.assert_close(ours, row[ids].cpu(), atol=tolerance, rtol=0)
+        torch.testing.assert_close(ours, row[ids], atol=tolerance, rtol=0)
 
 
 def generate_in_random_order(
@@ -98,12 +99,26 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return model, str(folder)
 
 
-def test_tiny_models_give_the_tokens_and_logits_of_transformers(tiny) -> None:
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", "torch"),
+        pytest.param("cuda", "torch", marks=pytest.mark.gpu),
+        pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+    ],
+)
+def test_tiny_models_give_the_tokens_and_logits_of_transformers(tiny, device, backend) -> None:
     model, folder = tiny
     rng = random.Random(1)
     prompts = [[rng.randrange(256) for _ in range(n)] for n in (1, 2, 15, 16, 17, 33, 70, 150)]
     with LLM(
-        folder, device="cpu", max_model_len=256, num_kv_blocks=20, max_num_batched_tokens=48
+        folder,
+        device=device,
+        dtype="float32",
+        attention_backend=backend,
+        max_model_len=256,
+        num_kv_blocks=20,
+        max_num_batched_tokens=48,
     ) as llm:
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=256)
         outputs = generate_in_random_order(llm, prompts, params, seed=2)

@@ -126,7 +126,8 @@ class IncrementalDetokenizer:
             return 0
         longest = max(map(len, self._stop), default=1) - 1
         for length in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stop):
+            end = self.text[-length:]
+            if any(stop.startswith(end) and stop != end for stop in self._stop):
                 return length
         return 0
 
@@ -187,11 +188,12 @@ class _DecodeWindow:
 
     def _reconcile(self, text: str) -> str:
         """Deals with a text that contradicts what has been shown; returns what to take instead."""
-        before_unfinished = _without_unfinished(self._shown)
-        if text.startswith(before_unfinished) and before_unfinished != self._shown:
-            # The prompt ended within a character, and the output has completed it.
-            self._shown = before_unfinished
-            return text
+        for unfinished in range(1, _MAX_UNFINISHED + 1):
+            before = self._shown.removesuffix(REPLACEMENT * unfinished)
+            if before != self._shown and text.startswith(before):
+                # The prompt ended within a character, and the output has completed it.
+                self._shown = before
+                return text
         # Malformed bytes: decode those since the last whole character on their own. They stand in
         # the middle of a run, so that there is no leading space to lose.
         del self._token_ids[: self._clean]

@@ -1,0 +1,60 @@
+# make demo    fetch the default model and let it answer a question
+# make test    linters, type checker and all tests
+# make lint    linters and type checker alone
+# make clean   remove the virtual environment, caches and build products
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint clean
+
+# The first of these that is new enough and can make virtual environments is used.
+PYTHON ?= python3 python3.11 python3.12 python3.13 python3.14
+VENV := .venv
+BIN := $(VENV)/bin
+QUESTION ?= Why is the sky blue? Answer in two sentences.
+PYTEST_ARGS ?=
+# The tests run many small models: more threads would only wait for each other.
+OMP_NUM_THREADS ?= 2
+export OMP_NUM_THREADS QUESTION
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+demo: $(VENV)/.installed-demo
+	@echo "Question: $$QUESTION"
+	@$(BIN)/minivllm chat "$$QUESTION" --max-tokens 128 --stats
+
+test: lint
+	$(BIN)/python -m pytest --durations=10 $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# pip says a great deal; what takes time are the downloads and the installation.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'Installing minivllm and what "make $*" needs into $(VENV)'
+	@PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	  $(BIN)/python -m pip install -c constraints.txt -e '.[$*]' \
+	  | awk '/^ *(Downloading|Building|Installing)/ && !/metadata/ { print; fflush() }'
+	@touch $@
+
+$(BIN)/python:
+	@for python in $(PYTHON); do \
+	  if "$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+	      2>/dev/null; then \
+	    echo "Creating $(VENV) with $$("$$python" --version)"; \
+	    exec "$$python" -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo 'error: none of these is Python 3.11 or newer with the module venv: $(PYTHON)' >&2; \
+	echo '       install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3' >&2; \
+	exit 1

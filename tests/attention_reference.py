@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm.attention.backend import AttentionMetadata
+from minivllm.attention.backend import AttentionBackend, AttentionMetadata
 
 
 @dataclass
@@ -44,6 +44,9 @@ class AttentionCase:
 
 
 OUTPUT_CANARY = 7.0
+
+# Most relative error, by the norm, that rounding of inputs, weights and output explains.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def random_case(
@@ -79,16 +82,16 @@ def random_case(
         unowned: What slots hold that belong to no token.
         seed: Of the random numbers.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     num_actual = sum(query_lens)
     seq_lens = [q + c for q, c in zip(query_lens, context_lens, strict=True)]
     num_tokens = num_actual + num_padding_tokens
     width = (num_heads + 2 * num_kv_heads) * head_size
-    qkv = torch.randn(num_tokens, width, generator=generator).to(device, dtype)
+    qkv = torch.randn(num_tokens, width, generator=generator, device=device).to(dtype)
     sizes = [num_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size]
     query, key, value = (x.unflatten(1, (-1, head_size)) for x in qkv.split(sizes, dim=1))
 
-    tables = _random_tables(seq_lens, block_size, generator)
+    tables = _random_tables(seq_lens, block_size, seed)
     num_blocks = sum(map(len, tables)) + 4
     kv_cache = torch.full(
         (2, num_blocks, block_size, num_kv_heads, head_size), unowned, dtype=dtype, device=device
@@ -97,8 +100,8 @@ def random_case(
     for query_len, context_len, table in zip(query_lens, context_lens, tables, strict=True):
         positions = torch.arange(context_len + query_len)
         own_slots = table[positions // block_size] * block_size + positions % block_size
-        past = torch.randn(2, context_len, num_kv_heads, head_size, generator=generator)
-        past = past.to(device, dtype)
+        past_shape = (2, context_len, num_kv_heads, head_size)
+        past = torch.randn(past_shape, generator=generator, device=device).to(dtype)
         kv_cache.flatten(1, 2)[:, own_slots[:context_len].to(device)] = past
         keys.append(torch.cat([past[0], key[row : row + query_len]]))
         values.append(torch.cat([past[1], value[row : row + query_len]]))
@@ -123,7 +126,7 @@ def random_case(
 
 
 def reference_attention(case: AttentionCase) -> torch.Tensor:
-    """The right output of a case's real rows, float64 `[num_actual_tokens, num_heads, head_size]`."""
+    """The right output of the real rows, float64 `[num_actual_tokens, num_heads, head_size]`."""
     outputs, row = [], 0
     for keys, values, query_len in zip(
         case.keys, case.values, case.metadata.query_lens_cpu, strict=False
@@ -139,6 +142,13 @@ def reference_attention(case: AttentionCase) -> torch.Tensor:
         outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
         row += query_len
     return torch.cat(outputs)
+
+
+def attention_error(backend: AttentionBackend, case: AttentionCase) -> float:
+    """Runs the step and tells how wrong the output of its real rows is, see `relative_error`."""
+    expected = reference_attention(case)
+    backend.forward(case.query, case.key, case.value, case.kv_cache, case.output, case.metadata)
+    return relative_error(case.output[: case.metadata.num_actual_tokens], expected)
 
 
 def reference_cache(case: AttentionCase) -> torch.Tensor:
@@ -158,10 +168,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference.norm() / expected.double().norm())
 
 
-def _random_tables(
-    seq_lens: Sequence[int], block_size: int, generator: torch.Generator
-) -> list[torch.Tensor]:
+def _random_tables(seq_lens: Sequence[int], block_size: int, seed: int) -> list[torch.Tensor]:
     """Block ids by request, all distinct, in random order, from a pool a little too large."""
+    generator = torch.Generator().manual_seed(seed)
     counts = [-(-length // block_size) for length in seq_lens]
     ids = torch.randperm(sum(counts) + 3, generator=generator) + 1  # block 0 is the null block
     return list(ids[: sum(counts)].split(counts))
@@ -179,7 +188,10 @@ def _metadata(
     assert all(length == 1 for length in query_lens[:num_decodes]), "decodes must come first"
     all_query_lens = [*query_lens, *[0] * num_padding_reqs]
     all_seq_lens = [*seq_lens, *[0] * num_padding_reqs]
-    block_table = torch.zeros(len(all_seq_lens), max(map(len, tables)), dtype=torch.int32)
+    # Behind the table lie ids of no block: to look one up is to read far outside the cache.
+    table_shape = (len(all_seq_lens) + 1, max(map(len, tables)))
+    block_table = torch.full(table_shape, 2**30, dtype=torch.int32)
+    block_table[:-1] = 0
     for i, table in enumerate(tables):
         block_table[i, : len(table)] = table
     starts = torch.tensor([0, *all_query_lens]).cumsum(0)
@@ -189,7 +201,7 @@ def _metadata(
         num_decodes=num_decodes,
         query_start_loc=starts.to(device, torch.int32),
         seq_lens=torch.tensor(all_seq_lens, dtype=torch.int32, device=device),
-        block_table=block_table.to(device),
+        block_table=block_table.to(device)[:-1],
         slot_mapping=slot_mapping.to(device, torch.int64),
         max_query_len=max(all_query_lens),
         max_seq_len=max(all_seq_lens),

@@ -18,8 +18,10 @@ from minivllm.attention.triton_decode import (
     max_split_programs,
     num_kv_splits,
 )
-from minivllm.attention.triton_kernels import Tile, prefill_attention, write_cache
+from minivllm.attention.triton_kernels import Tile, write_cache
+from minivllm.attention.triton_prefill import prefill_attention
 from minivllm.errors import ConfigError
+from minivllm.platform import triton_interpreted
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_SIZE = 256
@@ -123,7 +125,6 @@ class TritonAttentionBackend(AttentionBackend):
             kv_cache,
             output,
             metadata,
-            metadata.num_decodes,
             self.scale,
             decode_tile(self.head_size, query.dtype),
             num_splits,
@@ -132,22 +133,20 @@ class TritonAttentionBackend(AttentionBackend):
 
 
 def prefill_tile(head_size: int, dtype: torch.dtype) -> Tile:
-    """The prefill kernel's tile, chosen for Hopper: tensor cores want 64 rows per four warps."""
+    """The prefill kernel's tile: as large as Hopper's registers hold without spilling."""
     if dtype == torch.float32:
-        # Exact float32 has no tensor cores; products run in registers, of which there are few.
-        return Tile(32, 32, 4, 1) if head_size <= 128 else Tile(16, 16, 4, 1)
-    if head_size > 128:
-        return Tile(128, 32, 8, 4)
-    return Tile(128, 64, 8, 4)
+        # Exact float32 has no tensor cores: the products run in registers, of which there are few.
+        return Tile(32, 32, 8, 1) if head_size <= 128 else Tile(32, 16, 8, 1)
+    return Tile(128, 64, 8, 3) if head_size <= 128 else Tile(128, 32, 8, 3)
 
 
 def decode_tile(head_size: int, dtype: torch.dtype) -> Tile:
-    """The decode kernel's tile: two or three programs fit a multiprocessor, all loading ahead."""
+    """The decode kernel's tile: three programs fit into a multiprocessor, all loading ahead."""
     if dtype == torch.float32:
-        return Tile(16, 32, 4, 2) if head_size <= 128 else Tile(16, 16, 4, 2)
-    if head_size > 128:
-        return Tile(16, 32, 4, 4)
-    return Tile(16, 64, 4, 4)
+        return Tile(16, 32, 8, 2)
+    if head_size <= 64:
+        return Tile(16, 64, 4, 4)
+    return Tile(16, 64, 4, 3) if head_size <= 128 else Tile(16, 32, 4, 3)
 
 
 def _num_sms(device: torch.device) -> int:
@@ -161,6 +160,11 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise ConfigError(
             f"Triton attention: dtype={dtype} is not supported, expected one of "
             f"{', '.join(map(str, SUPPORTED_DTYPES))}; use attention_backend='torch'"
+        )
+    if dtype == torch.bfloat16 and triton_interpreted():
+        raise ConfigError(
+            "Triton attention: Triton's interpreter multiplies bfloat16 as if it were integers; "
+            "with TRITON_INTERPRET=1 use dtype='float32' or 'float16'"
         )
 
 

@@ -15,7 +15,13 @@ import triton
 import triton.language as tl
 
 from minivllm.attention.backend import AttentionMetadata
-from minivllm.attention.triton_kernels import LOG2_E, Tile, attend_range
+from minivllm.attention.triton_kernels import (
+    LOG2_E,
+    Tile,
+    attend_range,
+    empty_softmax,
+    padded_head_size,
+)
 
 PROGRAMS_PER_SM = 4  # enough to hide latencies and to even out unequal lengths
 MIN_TOKENS_PER_SPLIT = 128  # fewer take less time than the merge
@@ -46,7 +52,7 @@ def max_split_programs(num_sms: int) -> int:
 
 
 class DecodeScratch:
-    """Where splits leave their partial results, in float32; large enough for every launch.
+    """Where splits leave their partial results, in float32.
 
     Args:
         num_rows: Room for this many (request, query head, split) triples.
@@ -64,70 +70,44 @@ def decode_attention(
     kv_cache: torch.Tensor,
     output: torch.Tensor,
     metadata: AttentionMetadata,
-    num_decodes: int,
     scale: float,
     tile: Tile,
     num_splits: int,
     scratch: DecodeScratch,
 ) -> None:
-    """Attention for the first `num_decodes` requests, each with one query token: row i, request i.
+    """Attention for the first `metadata.num_decodes` requests: request i has the query of row i.
 
     Rows of requests whose context is empty (padding) become zero.
 
     Args:
-        query: `[>= num_decodes, num_heads, head_size]`, last dimension contiguous.
+        query: `[num_tokens, num_heads, head_size]`, last dimension contiguous.
         kv_cache: `[2, num_blocks, block_size, num_kv_heads, head_size]`, contiguous; it holds the
             step's keys and values already.
-        output: `[>= num_decodes, num_heads, head_size]`, contiguous.
-        metadata: The step's; only its tensors on the device are used.
-        num_decodes: Requests of the launch.
+        output: `[num_tokens, num_heads, head_size]`, contiguous.
+        metadata: The step's. Of the host's numbers only `num_decodes` is used.
         scale: Factor on the scores, positive.
-        tile: Shape of the work of one program; as many rows as needed are added.
+        tile: Shape of the work of one program; as many rows as the heads need are added.
         num_splits: From `num_kv_splits`, though any count from 1 gives the right result.
-        scratch: Room for `num_decodes * num_heads * num_splits` rows, untouched if one split.
+        scratch: Room for `num_decodes * num_heads * num_splits` rows; untouched if one split.
     """
     block_size, num_kv_heads, head_size = kv_cache.shape[-3:]
-    num_heads = query.shape[1]
-    group = num_heads // num_kv_heads
-    head_padded = max(16, triton.next_power_of_2(head_size))
+    group = query.shape[1] // num_kv_heads
     # Heads first: programs that run together then read neighbouring rows of the same blocks.
-    decode_kernel[(num_kv_heads, num_decodes, num_splits)](
-        output,
-        scratch.partial,
-        scratch.lse,
-        query,
-        kv_cache,
-        metadata.block_table,
-        metadata.seq_lens,
-        scale * LOG2_E,
-        query.stride(0),
-        query.stride(1),
-        metadata.block_table.stride(0),
-        kv_cache.stride(0),
-        GROUP=group,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_SIZE=head_size,
-        HEAD_PADDED=head_padded,
-        BLOCK_SIZE=block_size,
-        BLOCK_M=max(tile.block_m, triton.next_power_of_2(group)),
-        BLOCK_N=tile.block_n,
-        SPLIT=num_splits > 1,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    decode_kernel[(num_kv_heads, metadata.num_decodes, num_splits)](
+        output, scratch.partial, scratch.lse, query, kv_cache,
+        metadata.block_table, metadata.seq_lens, scale * LOG2_E,
+        query.stride(0), query.stride(1), metadata.block_table.stride(0), kv_cache.stride(0),
+        GROUP=group, NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size, HEAD_PADDED=padded_head_size(head_size), BLOCK_SIZE=block_size,
+        BLOCK_M=max(tile.block_m, triton.next_power_of_2(group)), BLOCK_N=tile.block_n,
+        SPLIT=num_splits > 1, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     if num_splits > 1:
-        merge_kernel[(num_heads, num_decodes)](
-            output,
-            scratch.partial,
-            scratch.lse,
-            metadata.seq_lens,
-            num_splits,
-            HEAD_SIZE=head_size,
-            HEAD_PADDED=head_padded,
-            BLOCK_N=tile.block_n,
-            CHUNK=MERGE_CHUNK,
-            num_warps=4,
-        )
+        merge_kernel[(query.shape[1], metadata.num_decodes)](
+            output, scratch.partial, scratch.lse, metadata.seq_lens, num_splits,
+            HEAD_SIZE=head_size, HEAD_PADDED=padded_head_size(head_size),
+            BLOCK_N=tile.block_n, CHUNK=MERGE_CHUNK, num_warps=4,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -138,60 +118,40 @@ def split_length(seq_len, num_splits, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def decode_kernel(
-    output_ptr,
-    partial_ptr,
-    lse_ptr,
-    query_ptr,
-    cache_ptr,
-    table_ptr,
-    seq_lens_ptr,
-    scale,
-    query_stride,
-    query_head_stride,
-    table_stride,
-    value_offset,
-    GROUP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """One program per KV head, request and split; its rows are the query heads of the KV head."""
+    output_ptr, partial_ptr, lse_ptr, query_ptr, cache_ptr, table_ptr, seq_lens_ptr, scale,
+    query_stride, query_head_stride, table_stride, value_offset,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """One program per KV head, request and split; its rows are the KV head's query heads."""
     kv_head = tl.program_id(0)
     req = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    num_splits = tl.num_programs(2)
     seq_len = tl.load(seq_lens_ptr + req)
-    length = split_length(seq_len, num_splits, BLOCK_N)
+    length = split_length(seq_len, tl.num_programs(2), BLOCK_N)
     start = split * length
     end = tl.minimum(start + length, seq_len)
-    if SPLIT:  # noqa: SIM102  (the outer condition is decided when compiling)
-        if start >= end:
-            return
+    if SPLIT and start >= end:
+        return
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_PADDED)
     heads = kv_head * GROUP + rows
     mask = (rows < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
     query_rows = query_ptr + req * query_stride + heads * query_head_stride
     query = tl.load(query_rows[:, None] + dims[None, :], mask=mask, other=0.0)
-    last_visible = tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1)
-    acc = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc, row_max, row_sum = empty_softmax(BLOCK_M, HEAD_PADDED)
     # Masked throughout: memory is the limit here, and one loop fills one pipeline.
     acc, row_max, row_sum = attend_range(
-        query, acc, row_max, row_sum, start, end, last_visible, scale, kv_head,
-        cache_ptr, value_offset, table_ptr + req * table_stride,
-        NUM_KV_HEADS, HEAD_SIZE, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, True,
+        query, acc, row_max, row_sum, start, end, rows * 0 + seq_len - 1, scale,
+        cache_ptr + kv_head * HEAD_SIZE, value_offset, table_ptr + req * table_stride,
+        NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, True,
     )  # fmt: skip
     # The largest weight is 1, so a smaller sum means that there was no context at all.
     result = acc / tl.maximum(row_sum, 0.5)[:, None]
     out_rows = req * (NUM_KV_HEADS * GROUP) + heads
     if SPLIT:
-        out_rows = out_rows * num_splits + split
+        out_rows = out_rows * tl.num_programs(2) + split
         tl.store(lse_ptr + out_rows, row_max + tl.math.log2(row_sum), mask=rows < GROUP)
         tl.store(partial_ptr + out_rows[:, None] * HEAD_SIZE + dims[None, :], result, mask=mask)
     else:
@@ -201,36 +161,29 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def merge_kernel(
-    output_ptr,
-    partial_ptr,
-    lse_ptr,
-    seq_lens_ptr,
-    num_splits,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """One program per query head and request: the mean of the partial results, weighted by exp(lse).
+    output_ptr, partial_ptr, lse_ptr, seq_lens_ptr, num_splits,
+    HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program per query head and request: the partial results' mean, weighted by exp2(lse).
 
     Only the splits that had tokens are read; the others have written nothing.
     """
-    head_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    out_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     seq_len = tl.load(seq_lens_ptr + tl.program_id(1))
     num_used = tl.cdiv(seq_len, tl.maximum(split_length(seq_len, num_splits, BLOCK_N), 1))
     dims = tl.arange(0, HEAD_PADDED)
     acc = tl.zeros([HEAD_PADDED], tl.float32)
+    # One element, not a scalar: the loop's maximum and sum come as such.
     total_max = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     for first in range(0, num_used, CHUNK):
         splits = first + tl.arange(0, CHUNK)
-        rows = head_row * num_splits + splits
         used = splits < num_used
         mask = used[:, None] & (dims < HEAD_SIZE)[None, :]
+        rows = out_row * num_splits + splits
         lse = tl.load(lse_ptr + rows, mask=used, other=float("-inf"))
-        partial = tl.load(
-            partial_ptr + rows[:, None] * HEAD_SIZE + dims[None, :], mask=mask, other=0.0
-        )
+        partial = tl.load(partial_ptr + rows[:, None] * HEAD_SIZE + dims[None, :], mask, other=0.0)
         new_max = tl.maximum(total_max, tl.max(lse, 0))
         weights = tl.math.exp2(lse - new_max)
         correction = tl.math.exp2(total_max - new_max)
@@ -238,4 +191,4 @@ def merge_kernel(
         acc = acc * correction + tl.sum(weights[:, None] * partial, 0)
         total_max = new_max
     result = (acc / tl.maximum(total, 0.5)).to(output_ptr.dtype.element_ty)
-    tl.store(output_ptr + head_row * HEAD_SIZE + dims, result, mask=dims < HEAD_SIZE)
+    tl.store(output_ptr + out_row * HEAD_SIZE + dims, result, mask=dims < HEAD_SIZE)

@@ -1,0 +1,238 @@
+"""Turns a GGUF file into a folder in Hugging Face's layout, once.
+
+The engine reads one format. A GGUF file holds the same things under other names: a configuration,
+a tokenizer as lists of tokens and merges, and tensors, mostly quantised. Tensors are dequantised
+to bfloat16 one by one and written in shards, so that a large model needs little memory. llama.cpp
+rotates neighbouring coordinates where Hugging Face rotates halves, and for that reorders the rows
+of the query and key projections of `llama` models; here they are put back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from minivllm.errors import ModelError
+from minivllm.models.gguf_tokenizer import save_tokenizer
+
+_SHARD_BYTES = 2 << 30
+
+# GGUF architecture -> Hugging Face's, and its model_type. Mistral files call themselves llama.
+_ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+_TOP_LEVEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """An opened file: its key-value pairs, and its tensors by name."""
+
+    path: Path
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: Path) -> GGUFFile:
+        """Reads the header.
+
+        Raises:
+            ModelError: It is not a GGUF file, or is damaged.
+        """
+        try:
+            reader = gguf.GGUFReader(path)
+            fields = {name: field.contents() for name, field in reader.fields.items()}
+        except Exception as error:  # numpy and the reader fail in many ways on damaged bytes
+            raise ModelError(f"{path} is not a GGUF file, or is damaged: {error}") from error
+        return cls(path, fields, {tensor.name: tensor for tensor in reader.tensors})
+
+    def required(self, key: str) -> Any:
+        """The value of a key that must be there."""
+        if key not in self.fields:
+            raise ModelError(f"{self.path} is damaged: it has no {key!r}")
+        return self.fields[key]
+
+    def dequantized(self, name: str) -> torch.Tensor:
+        """A tensor in float32, its dimensions in torch's order."""
+        tensor = self.tensors[name]
+        try:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        except (ValueError, IndexError, NotImplementedError) as error:
+            raise ModelError(f"{self.path}: cannot read tensor {name!r}: {error}") from error
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+
+def convert_gguf(path: Path, folder: Path) -> None:
+    """Writes config, tokenizer and bfloat16 safetensors of a GGUF file into an empty folder.
+
+    Args:
+        path: The file.
+        folder: Exists, and is given up by the caller if this raises.
+
+    Raises:
+        ModelError: The file is damaged, or holds something that is not supported.
+    """
+    file = GGUFFile.open(path)
+    config = _hf_config(file)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    eos_token_ids = save_tokenizer(file.fields, path, folder)
+    generation = {"eos_token_id": eos_token_ids}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    _write_tensors(file, config, folder)
+
+
+def _hf_config(file: GGUFFile) -> dict[str, Any]:
+    name = file.required("general.architecture")
+    if name not in _ARCHITECTURES:
+        raise ModelError(
+            f"{file.path}: architecture {name!r} is not supported; the supported ones are "
+            f"{', '.join(_ARCHITECTURES)}"
+        )
+    architecture, model_type = _ARCHITECTURES[name]
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError(f"{file.path} is damaged: it has no tensor 'token_embd.weight'")
+    hidden_size = file.required(f"{name}.embedding_length")
+    num_heads = file.required(f"{name}.attention.head_count")
+    head_dim = file.fields.get(f"{name}.attention.key_length", hidden_size // num_heads)
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": int(file.tensors["token_embd.weight"].shape[-1]),
+        "hidden_size": hidden_size,
+        "intermediate_size": file.required(f"{name}.feed_forward_length"),
+        "num_hidden_layers": file.required(f"{name}.block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": file.fields.get(f"{name}.attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": file.required(f"{name}.context_length"),
+        "rms_norm_eps": _short(file.required(f"{name}.attention.layer_norm_rms_epsilon")),
+        "rope_parameters": _rope_parameters(file, name, head_dim),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": file.fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.fields.get("tokenizer.ggml.eos_token_id"),
+        "dtype": "bfloat16",
+    }
+
+
+def _short(value: float) -> float:
+    """The shortest decimal that is the same float32: 1e-05 rather than 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _rope_parameters(file: GGUFFile, name: str, head_dim: int) -> dict[str, Any]:
+    theta = float(file.fields.get(f"{name}.rope.freq_base", 10000.0))
+    scaling = file.fields.get(f"{name}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ModelError(f"{file.path}: rope scaling {scaling!r} is not supported")
+    if _ROPE_FACTORS not in file.tensors:
+        return {"rope_type": "default", "rope_theta": theta}
+    return _llama3_parameters(file, theta, head_dim)
+
+
+def _llama3_parameters(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """GGUF holds Llama-3's scaling as one factor per frequency; find the numbers they come from.
+
+    Only the factor differs between the published models; that the others are the usual ones is
+    checked by computing all factors again.
+    """
+    stored = file.dequantized(_ROPE_FACTORS).double()
+    parameters: dict[str, Any] = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": float(stored.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    wavelengths = 2 * math.pi * theta**exponents
+    keep = ((8192 / wavelengths - 1.0) / 3.0).clamp(0.0, 1.0)
+    expected = 1.0 / (keep + (1.0 - keep) / parameters["factor"])
+    if stored.shape != expected.shape or not torch.allclose(stored, expected, rtol=1e-3):
+        raise ModelError(f"{file.path}: its rope factors are not those of Llama 3")
+    return parameters
+
+
+def _write_tensors(file: GGUFFile, config: Mapping[str, Any], folder: Path) -> None:
+    """Writes shards as they fill up, then the index that says which tensor is where."""
+    shards: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+    for name, tensor in _hf_tensors(file, config):
+        pending[name] = tensor
+        if sum(t.nbytes for t in pending.values()) >= _SHARD_BYTES:
+            _write_shard(pending, folder, shards)
+            pending = {}
+    if pending:
+        _write_shard(pending, folder, shards)
+    weight_map = {name: _shard_name(i) for i, names in enumerate(shards) for name in names}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _write_shard(tensors: dict[str, torch.Tensor], folder: Path, shards: list[list[str]]) -> None:
+    save_file(tensors, folder / _shard_name(len(shards)), metadata={"format": "pt"})
+    shards.append(list(tensors))
+
+
+def _shard_name(index: int) -> str:
+    return f"model-{index + 1:05d}.safetensors"
+
+
+def _hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    names = [name for name in file.tensors if name != _ROPE_FACTORS]
+    permuted = file.fields["general.architecture"] == "llama"
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for name in tqdm(names, desc=f"Converting {file.path.name}", unit="tensor", disable=None):
+        tensor = file.dequantized(name)
+        part = name.split(".")[2] if name.startswith("blk.") else ""
+        if permuted and part in heads:
+            tensor = _halves_rotated(tensor, heads[part])
+        yield _hf_name(name, file.path), tensor.to(torch.bfloat16).contiguous()
+
+
+def _hf_name(name: str, path: Path) -> str:
+    parts = name.split(".")
+    if len(parts) == 2 and parts[0] in _TOP_LEVEL:
+        return f"{_TOP_LEVEL[parts[0]]}.{parts[1]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _IN_LAYER:
+        return f"model.layers.{parts[1]}.{_IN_LAYER[parts[2]]}.{parts[3]}"
+    raise ModelError(f"{path}: tensor {name!r} has no place in a decoder of the Llama family")
+
+
+def _halves_rotated(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Reorders each head's rows from (pair, half) to (half, pair)."""
+    head_dim = tensor.shape[0] // num_heads
+    pairs = tensor.view(num_heads, head_dim // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)

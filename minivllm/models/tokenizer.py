@@ -1,0 +1,48 @@
+"""A model's tokenizer and the tokens that end its sequences, from its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from minivllm.errors import ModelError
+from minivllm.models.registry import as_token_ids
+from minivllm.models.source import ModelSource
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
+    """Loads the tokenizer of a folder; random weights have none.
+
+    Raises:
+        ModelError: Its files are missing or damaged.
+    """
+    if source.folder is None:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+    except Exception as error:  # tokenizers raise plain Exception for a damaged file
+        first_line = str(error).strip().split("\n")[0]
+        raise ModelError(f"{source.folder}: cannot load the tokenizer: {first_line}") from error
+
+
+def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
+    """Tokens that end a sequence: those of `config.json` and of `generation_config.json`.
+
+    Chat models end a turn with a token that only the latter names.
+    """
+    ids = source.config.eos_token_ids
+    if source.folder is not None:
+        ids += as_token_ids(_generation_config(source.folder).get("eos_token_id"))
+    return tuple(dict.fromkeys(ids))
+
+
+def _generation_config(folder: Path) -> dict:
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{path} is damaged: {error}") from error

@@ -72,7 +72,12 @@ def execute(notebook: nbformat.NotebookNode, timeout: float = 120.0) -> None:
         nbclient.exceptions.CellExecutionError: A cell failed.
     """
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        # A library's wish for ipywidgets; its text names a path of the machine.
+        "PYTHONWARNINGS": "ignore:IProgress not found",
+    }
     client = NotebookClient(
         notebook, timeout=timeout, kernel_name="python3", record_timing=False, store_widget_state=False
     )

@@ -16,6 +16,7 @@ from minivllm.inspect.style import (
     INK,
     MUTED,
     PALE,
+    add_legend,
     bare,
     color_of,
     new_figure,
@@ -64,7 +65,7 @@ def draw_ownership(recording: Recording, title: str = "") -> Figure:
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(False)
     axes.set_title(title, fontsize=11, loc="left")
-    _legend(figure, _ownership_handles(recording))
+    add_legend(figure, _ownership_handles(recording))
     return figure
 
 
@@ -280,16 +281,4 @@ def _rectangle(
             hatch=hatch,
             linewidth=0.8,
         )
-    )
-
-
-def _legend(figure: Figure, handles: list[Artist]) -> None:
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=min(len(handles), 6),
-        fontsize=8.5,
-        frameon=False,
-        handlelength=1.6,
-        columnspacing=1.4,
     )

@@ -17,6 +17,7 @@ from minivllm.inspect.style import (
     MUTED,
     PALE,
     WORDS,
+    add_legend,
     color_of,
     new_figure,
     text_on,
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 def draw_budget(recording: Recording, title: str = "") -> Figure:
     """Draws each step's tokens as a bar, stacked by request, under the line of the budget.
 
-    Plain pieces are prompt tokens, hatched ones a request's newest token, dotted ones tokens that
-    are computed again after a preemption.
+    Plain pieces are prompt tokens, hatched ones a request's newest token, cross-hatched ones tokens
+    that are computed again after a preemption.
 
     Args:
         recording: With at least one step.
@@ -57,7 +58,7 @@ def draw_budget(recording: Recording, title: str = "") -> Figure:
     axes.set_ylabel("tokens computed")
     axes.set_title(title, fontsize=11, loc="left")
     kinds = [k for k in WORDS if any(work.kind == k for step in steps for work in step.work)]
-    _legend(figure, _request_patches(recording) + [_kind_patch(kind) for kind in kinds])
+    add_legend(figure, _request_patches(recording) + [_kind_patch(kind) for kind in kinds])
     return figure
 
 
@@ -85,7 +86,7 @@ def draw_timeline(recording: Recording, title: str = "") -> Figure:
     _label_steps(axes, len(steps))
     axes.spines["left"].set_visible(False)
     axes.set_title(title, fontsize=11, loc="left")
-    _legend(figure, _timeline_patches(recording))
+    add_legend(figure, _timeline_patches(recording))
     return figure
 
 
@@ -100,6 +101,7 @@ def draw_gap(recording: Recording, request_id: str, title: str = "") -> Figure:
     figure, axes = new_figure(max(5.5, 1.6 + 0.5 * len(recording.steps)), 3.4)
     color = color_of(request_id, recording.request_ids)
     steps = [step for step in recording.steps if request_id in step.num_tokens]
+    highest = max(step.num_tokens[request_id] for step in steps)
     for step in steps:
         known, work = step.num_tokens[request_id], step.work_of(request_id)
         axes.plot([step.number - 0.42, step.number + 0.42], [known, known], color=INK, lw=2.2)
@@ -107,21 +109,18 @@ def draw_gap(recording: Recording, request_id: str, title: str = "") -> Figure:
             continue
         axes.bar(step.number, work.start, 0.8, color=tint(color, 0.3))
         axes.bar(step.number, work.count, 0.8, bottom=work.start, color=color)
+        fits = work.count >= highest / 12
+        y = work.start + work.count / 2 if fits else work.start - highest / 24
+        ink = text_on(color) if fits else INK
         axes.text(
-            step.number,
-            work.start + work.count / 2,
-            f"+{work.count}",
-            ha="center",
-            va="center",
-            fontsize=8.5,
-            color=text_on(color),
+            step.number, y, f"+{work.count}", ha="center", va="center", fontsize=8.5, color=ink
         )
-    axes.set_ylim(0, max(step.num_tokens[request_id] for step in steps) * 1.1)
+    axes.set_ylim(0, highest * 1.1)
     axes.set_xlim(0.4, len(recording.steps) + 0.6)
     _label_steps(axes, len(recording.steps))
     axes.set_ylabel("tokens")
     axes.set_title(title or f"request {request_id}", fontsize=11, loc="left")
-    _legend(figure, _gap_patches(color))
+    add_legend(figure, _gap_patches(color))
     return figure
 
 
@@ -295,15 +294,3 @@ def _gap_patches(color: str) -> list[Artist]:
         Patch(facecolor=tint(color, 0.3), label="computed before the step"),
         Patch(facecolor=color, label="computed in the step"),
     ]
-
-
-def _legend(figure: Figure, handles: list[Artist]) -> None:
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=min(len(handles), 5),
-        fontsize=8.5,
-        frameon=False,
-        handlelength=1.6,
-        columnspacing=1.4,
-    )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -19,7 +20,7 @@ INK = "#222222"
 MUTED = "#8A8A8A"
 PALE = "#EDEDED"
 ALARM = "#C1121F"
-HATCHES = {"prefill": "", "decode": "////", "recompute": "...."}
+HATCHES = {"prefill": "", "decode": "////", "recompute": "xxx"}
 WORDS = {
     "prefill": "prompt tokens (prefill)",
     "decode": "newest token (decode)",
@@ -67,3 +68,28 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 def bare(axes: Axes) -> None:
     """Takes spines and ticks away, for drawings that are no plots."""
     axes.set_axis_off()
+
+
+def add_legend(figure: Figure, handles: list[Artist]) -> None:
+    """Puts a legend under the picture, in as few rows as its width allows."""
+    labels = [str(handle.get_label()) for handle in handles]
+    num_chars = figure.get_figwidth() / 0.07  # the mean width of a letter of 8.5 points
+    num_columns = len(labels)
+    while num_columns > 1 and _legend_chars(labels, num_columns) > num_chars:
+        num_columns -= 1
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=num_columns,
+        fontsize=8.5,
+        frameon=False,
+        handlelength=1.6,
+        columnspacing=1.4,
+    )
+
+
+def _legend_chars(labels: Sequence[str], num_columns: int) -> int:
+    """Width of a legend in letters; it is filled column by column, and a swatch takes six."""
+    num_rows = -(-len(labels) // num_columns)
+    columns = [labels[i : i + num_rows] for i in range(0, len(labels), num_rows)]
+    return sum(max(len(label) for label in column) + 6 for column in columns)

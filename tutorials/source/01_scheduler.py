@@ -249,10 +249,13 @@ A `Recording` stands in front of the engine's own scheduler and notes what it do
 # %%
 from minivllm import LLM
 
+# In float32, so that rounding does not depend on who shares the batch: on a GPU the default is bfloat16.
+exact = {"dtype": "float32"}
+
 
 def serve(budget):
     """A generates; a long prompt arrives in the middle. Returns the recording and A's tokens."""
-    with LLM("random:tiny", max_num_batched_tokens=budget, seed=0) as llm:
+    with LLM("random:tiny", num_kv_blocks=128, max_num_batched_tokens=budget, **exact) as llm:
         engine = llm.engine
         tokens = [(7 * i) % 250 + 1 for i in range(1000)]
         greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -319,7 +322,7 @@ The second picture is the pool: one row per block, one column per step, coloured
 * When a running request needs a block and none is free, **the request that was admitted last** gives up
   all its blocks at once (the red cross). It goes to the *head* of the waiting queue, with
   `num_computed_tokens = 0`. Its generated tokens are kept: they are simply prompt now.
-* When it is admitted again, it computes them again (dotted), and goes on where it was.
+* When it is admitted again, it computes them again (cross-hatched), and goes on where it was.
 * In a step that preempts, nobody is admitted. Otherwise the request that had just left, being first in
   line, would take back the very blocks that were missing, and be thrown out again in the next step.
 
@@ -337,7 +340,7 @@ And the tokens are the same as with plenty of memory. On the real model:
 # %%
 def generate(num_kv_blocks):
     """Four requests in a pool of the given size: their tokens, and how often somebody had to leave."""
-    with LLM("random:tiny", num_kv_blocks=num_kv_blocks, max_model_len=64, seed=0) as llm:
+    with LLM("random:tiny", num_kv_blocks=num_kv_blocks, max_model_len=64, **exact) as llm:
         prompts = [[10 * i + k for k in range(12)] for i in range(1, 5)]
         greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         outputs = llm.generate(prompts, greedy)

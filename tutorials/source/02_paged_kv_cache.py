@@ -22,7 +22,7 @@ As in [lesson 1](01_scheduler.ipynb), everything is the engine's own:
 # %matplotlib inline
 import itertools
 
-from minivllm.config import EngineConfig, ModelConfig, SchedulerConfig
+from minivllm.config import EngineConfig, SchedulerConfig
 from minivllm.engine.kv_cache import KVCacheManager, hash_block
 from minivllm.engine.request import Request
 from minivllm.engine.scheduler import Scheduler
@@ -33,6 +33,7 @@ from minivllm.inspect import (
     draw_ownership,
     draw_timeline,
 )
+from minivllm.models.presets import PRESETS
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.memory import kv_bytes_per_block
 
@@ -40,22 +41,14 @@ from minivllm.worker.memory import kv_bytes_per_block
 r"""
 ## 1. How much memory is a token?
 
-Every layer keeps one key and one value per KV head. The engine's own arithmetic, for two models in
+Every layer keeps one key and one value per KV head. The engine's own arithmetic, for three models in
 bfloat16:
 """
 
 # %%
-shapes = {
-    "SmolLM2-135M": dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, head_dim=64),
-    "Llama-3-8B": dict(num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128),
-}
 config = EngineConfig("any", dtype="bfloat16")
-for name, shape in shapes.items():
-    model = ModelConfig(
-        "LlamaForCausalLM", vocab_size=1, hidden_size=1, intermediate_size=1,
-        max_position_embeddings=8192, **shape,
-    )
-    block = kv_bytes_per_block(config, model)
+for name in ("smollm2-135m", "llama-3.2-1b", "qwen3-8b"):
+    block = kv_bytes_per_block(config, PRESETS[name])
     print(
         f"{name:13} {block / config.cache.block_size / 1024:6.1f} KiB a token, "
         f"{block / 2**20:5.2f} MiB a block of {config.cache.block_size}, "
@@ -65,7 +58,7 @@ for name, shape in shapes.items():
 # %% [markdown]
 r"""
 If each request got one contiguous piece of memory, it would have to be as long as the longest answer that
-is allowed: 1,024 MiB for an 8B model, even if the answer turns out to be "yes". Most of it would stay
+is allowed: 1,152 MiB for the 8B model, even if the answer turns out to be "yes". Most of it would stay
 empty, and after some requests had come and gone the free memory would lie in pieces of the wrong size.
 
 So the cache is cut into **blocks** of a few tokens (16 by default), and a request gets one more when its
@@ -450,12 +443,12 @@ system_prompt = [(11 * i) % 250 + 1 for i in range(200)]
 questions = [[*system_prompt, 10 + i, 20 + i, 30 + i] for i in range(4)]
 greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
-with LLM("random:tiny", num_kv_blocks=64, max_model_len=512) as llm:
+with LLM("random:tiny", num_kv_blocks=64, max_model_len=512, dtype="float32") as llm:
     outputs = llm.generate(questions, greedy)
     print("all at once:     cached", [output.num_cached_tokens for output in outputs])
     expected = [output.outputs[0].token_ids for output in outputs]
 
-with LLM("random:tiny", num_kv_blocks=64, max_model_len=512) as llm:
+with LLM("random:tiny", num_kv_blocks=64, max_model_len=512, dtype="float32") as llm:
     outputs = llm.generate(questions[:1], greedy) + llm.generate(questions[1:], greedy)
     print("one goes ahead:  cached", [output.num_cached_tokens for output in outputs])
     print("same tokens:", expected == [output.outputs[0].token_ids for output in outputs])

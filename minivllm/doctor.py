@@ -7,6 +7,7 @@ finding that is its reason. A check that breaks is a finding too, never a traceb
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -222,6 +223,17 @@ def check_memory(machine: Machine) -> Finding:
     return Finding("memory", True, detail, {"total_bytes": total, "available_bytes": available})
 
 
+def check_default_model(machine: Machine) -> Finding:
+    """Whether the default model is here, or can be had."""
+    try:
+        state, place = machine.default_model()
+    except (OSError, subprocess.SubprocessError):
+        detail = "neither in the cache nor installed, and pip reaches no index that has it"
+        return Finding("default model", False, detail, {"state": "absent"})
+    detail = f"smollm2 is {state}: {place}"
+    return Finding("default model", True, detail, {"state": state, "place": place})
+
+
 CHECKS: dict[str, Callable[[Machine], Finding]] = {
     "python": check_python,
     "torch": check_torch,
@@ -233,6 +245,7 @@ CHECKS: dict[str, Callable[[Machine], Finding]] = {
     "CUDA IPC": check_cuda_ipc,
     "ranks": check_ranks,
     "memory": check_memory,
+    "default model": check_default_model,
 }
 
 

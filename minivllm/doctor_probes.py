@@ -15,9 +15,12 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
+
+from minivllm.models import source
 
 _CPP_PROGRAM = """
 #include <atomic>
@@ -100,11 +103,10 @@ class Machine:
             subprocess.SubprocessError: It failed.
         """
         with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder, "probe.cpp")
-            source.write_text(_CPP_PROGRAM)
-            self.output_of(
-                compiler, "-std=c++17", "-pthread", str(source), "-o", str(source.with_suffix(""))
-            )
+            program = Path(folder, "probe.cpp")
+            program.write_text(_CPP_PROGRAM)
+            output = ("-o", str(program.with_suffix("")))
+            self.output_of(compiler, "-std=c++17", "-pthread", str(program), *output)
 
     def run_triton_kernel(self, device: str) -> None:
         """Runs a small Triton kernel: compiled for `cuda`, interpreted for `cpu`.
@@ -152,6 +154,23 @@ class Machine:
         if value != 42:
             raise OSError("what one mapping wrote, another did not read")
         return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+
+    def default_model(self) -> tuple[str, str]:
+        """Where the default model is: `cached` or `installed` with its place, or `fetchable`.
+
+        Raises:
+            OSError: pip cannot be started.
+            subprocess.SubprocessError: pip finds the model's package in no index.
+        """
+        folder, package = source._converted_folder(source._GGUF_SHA256), source._PACKAGE
+        if folder.exists():
+            return "cached", str(folder)
+        if (found := find_spec(package.replace("-", "_"))) is not None:
+            return "installed", str(found.origin)
+        # Without retries, so that a machine without a network is told so at once.
+        quick = ("--retries", "0", "--timeout", "10", "--disable-pip-version-check")
+        self.output_of(sys.executable, "-m", "pip", "index", "versions", package, *quick)
+        return "fetchable", f"package {package}"
 
     def num_cores(self) -> int:
         """CPU cores this process may run on."""

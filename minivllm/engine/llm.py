@@ -233,7 +233,7 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Tells one prompt from several: a list of integers is one prompt."""
     if isinstance(prompts, str | dict):
-        return [prompts]  # type: ignore[list-item]
+        return [prompts]
     items = list(prompts)
     if items and all(type(item) is int for item in items):
         return [items]  # type: ignore[list-item]

@@ -124,7 +124,7 @@ class OutputProcessor:
         if self.tokenizer is None:
             return logprobs
         return {
-            token: Logprob(entry.logprob, entry.rank, self.tokenizer.decode([token]))
+            token: Logprob(entry.logprob, entry.rank, str(self.tokenizer.decode([token])))
             for token, entry in logprobs.items()
         }
 

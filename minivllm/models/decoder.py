@@ -84,7 +84,7 @@ class DecoderForCausalLM(nn.Module):
 
     def attention_layers(self) -> list[Attention]:
         """The attention layers, first layer first."""
-        return [layer.self_attn.attn for layer in self.layers]
+        return [module for module in self.modules() if isinstance(module, Attention)]
 
     def weight_targets(self) -> dict[str, torch.Tensor]:
         """Where each tensor of a checkpoint goes, by its Hugging Face name; shapes are the same."""
@@ -94,8 +94,9 @@ class DecoderForCausalLM(nn.Module):
         }
         if self.lm_head is not self.embed_tokens:
             targets["lm_head.weight"] = self.lm_head.data
-        for i, layer in enumerate(self.layers):
-            targets |= layer.weight_targets(f"model.layers.{i}")
+        for name, layer in self.layers.named_children():
+            assert isinstance(layer, DecoderLayer)
+            targets |= layer.weight_targets(f"model.layers.{name}")
         return targets
 
 

@@ -11,14 +11,16 @@ from minivllm.errors import ModelError
 from minivllm.models.registry import as_token_ids
 from minivllm.models.source import ModelSource
 
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
-    """Loads the tokenizer of a folder; random weights have none.
+    """Loads the tokenizer of a folder, if it has one; random weights have none.
 
     Raises:
         ModelError: Its files are missing or damaged.
     """
-    if source.folder is None:
+    if source.folder is None or not any((source.folder / name).exists() for name in _FILES):
         return None
     try:
         return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)

@@ -8,10 +8,12 @@ takes a modest share of the memory that is free.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from minivllm.config import EngineConfig, ModelConfig
@@ -60,10 +62,25 @@ def allocate_kv_cache(config: EngineConfig, model: DecoderForCausalLM, num_block
     layers = model.attention_layers()
     shape = layers[0].backend.kv_cache_shape(num_blocks + 1)
     dtype = getattr(torch, config.dtype)
+    size = len(layers) * math.prod(shape) * dtype.itemsize
+    if config.device == "cpu" and size > _free_host_memory():
+        # The system would promise the memory, and kill us when the cache fills up.
+        raise OutOfMemoryError(
+            f"a KV cache of {num_blocks} blocks takes {size / 2**30:.1f} GiB, but only "
+            f"{_free_host_memory() / 2**30:.1f} GiB are free; lower num_kv_blocks"
+        )
     for layer in layers:
-        layer.kv_cache = torch.zeros(shape, dtype=dtype, device=config.device)
-    size = len(layers) * layers[0].kv_cache.nbytes
+        layer.kv_cache = _zeros(shape, dtype, config.device)
     logger.info("KV cache: %d blocks, %.2f GiB", num_blocks, size / 2**30)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    if device == "cpu":
+        # numpy asks the system for zeroed pages, which cost nothing until they are used; torch
+        # writes every zero, several seconds for a large pool.
+        memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(memory).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 @contextmanager
@@ -80,8 +97,11 @@ def explain_out_of_memory(what: str) -> Iterator[None]:
 
 
 def _cpu_budget() -> int:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(_CPU_POOL_BYTES, int(free * _CPU_POOL_SHARE))
+    return min(_CPU_POOL_BYTES, int(_free_host_memory() * _CPU_POOL_SHARE))
+
+
+def _free_host_memory() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cuda_budget(config: EngineConfig, runner: ModelRunner) -> int:

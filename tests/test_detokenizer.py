@@ -45,7 +45,7 @@ def byte_level(pieces: Sequence[bytes]) -> PreTrainedTokenizerFast:
 # Pieces of whole characters, of parts of characters, and from the middle of one to that of another.
 PIECES = [
     b" the", b"ab", b"ba", b"aab", " é".encode(), "中文".encode(), "😀".encode(),
-    b"\xf0\x9f", b"\x98\x80", b"\x98\x80\xf0\x9f", b"\xad\xe4\xb8", b"\xb8\xad", b"x\xe4", b"\xcc",
+    b"\xf0\x9f", b"\x98\x80", b"\x98\x80\xf0\x9f", b"\xad\xe4\xb8", b"\xb8\xad", b"x\xe4",
 ]  # fmt: skip
 BYTES = byte_level(PIECES)
 END = BYTES.convert_tokens_to_ids("<|end|>")
@@ -183,6 +183,39 @@ def test_the_text_continues_the_prompt(prompt, output):
     assert before + stream(BYTES, output, prompt) == everything
 
 
+@pytest.mark.parametrize("whole", ["é", "中", "😀"])
+def test_the_output_completes_a_character_that_the_prompt_has_begun(whole):
+    encoded = list(whole.encode())
+    for length in range(1, len(encoded)):
+        prompt, output = [*b"a\xff", *encoded[:length]], [*encoded[length:], ord("b")]
+        assert stream(BYTES, output, prompt) == whole + "b"
+        assert stream(BYTES, output[:-1], prompt) == whole
+        tokenizer, space = PIECE_TOKENIZERS[0], word("▁")
+        prompt = [space, *byte_tokens(bytes(encoded[:length]))]
+        assert stream(tokenizer, byte_tokens(bytes(encoded[length:])), prompt) == whole
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        [*b"\xf0\x9f", *[256 + PIECES.index(b"\x98\x80\xf0\x9f")] * 300, *b"\x98\x80 end"],
+        [*b"\xff" * 300, *"😀 end".encode()],
+        [*b"\xff" * 300, *"😀".encode()[:3]],
+        [*[END] * 300, *"😀 end".encode()],
+    ],
+    ids=["no token ends with a whole character", "malformed", "malformed to the end", "special"],
+)
+def test_a_window_without_a_good_place_to_begin_is_shortened_too(output):
+    assert stream(BYTES, output) == decode(BYTES, output)
+
+
+def test_at_most_three_replacement_characters_are_held_back():
+    detokenizer = IncrementalDetokenizer(BYTES, [], SamplingParams())
+    for count in range(1, 200):
+        detokenizer.append([0xFF])
+        assert len(detokenizer.text) == max(0, count - 3)
+
+
 @pytest.mark.parametrize("sentence", SENTENCES)
 def test_a_trained_tokenizer_streams_real_text(sentence):
     tokenizer = trained()
@@ -262,7 +295,7 @@ def longest_valid_prefix(data: bytes) -> int:
                 st.sampled_from([b"\xe4", b"\xf0\x9f", b"\x80", b"\xff", b"\xf0\x9f\x98"]),
                 st.sampled_from(["😀", "中", "é", "a"]).map(str.encode),
             ),
-            max_size=8,
+            max_size=7,
         ).map(b"".join),
         max_size=8,
     )
@@ -297,7 +330,8 @@ def test_the_space_before_the_first_word_is_kept_after_a_prompt(tokenizer):
 
 @pytest.mark.parametrize("tokenizer", PIECE_TOKENIZERS, ids=["llama", "metaspace"])
 def test_spaces_are_kept_after_many_special_tokens(tokenizer):
-    output = [word("▁the"), *[2] * 40, word("▁fox")]
+    assert stream(tokenizer, [word("▁the")], [word("▁a"), 1, 2, 1, 2]) == " the"
+    output = [word("▁the"), *[2] * 200, word("▁fox")]
     assert stream(tokenizer, output, [word("▁a")]) == " the fox"
 
 

@@ -158,9 +158,11 @@ class _DecodeWindow:
         self._token_ids.append(token_id)
         text = self._decode(self._token_ids)
         if not text.startswith(self._shown):
-            if self._may_recover(text):
-                return ""
             text = self._reconcile(text)
+        if text and text == self._shown and not text.endswith(REPLACEMENT):
+            # A special token without text must not push the context out of the window.
+            self._token_ids.pop()
+            return ""
         certain = _without_unfinished(text)
         new_text = certain[len(self._shown) :]
         self._shown += new_text
@@ -178,14 +180,6 @@ class _DecodeWindow:
         self._shown = text
         return new_text
 
-    def _may_recover(self, text: str) -> bool:
-        """Whether a text that contradicts what has been shown may only lack a few bytes.
-
-        Under byte fallback a new character makes the whole run malformed until it is complete.
-        """
-        num_pending = len(self._token_ids) - self._clean
-        return text.endswith(REPLACEMENT) and num_pending <= _MAX_UNFINISHED
-
     def _reconcile(self, text: str) -> str:
         """Deals with a text that contradicts what has been shown; returns what to take instead."""
         for unfinished in range(1, _MAX_UNFINISHED + 1):
@@ -194,8 +188,9 @@ class _DecodeWindow:
                 # The prompt ended within a character, and the output has completed it.
                 self._shown = before
                 return text
-        # Malformed bytes: decode those since the last whole character on their own. They stand in
-        # the middle of a run, so that there is no leading space to lose.
+        # Byte fallback: a run with an unfinished character looks malformed as a whole. Decode the
+        # bytes since the last whole character on their own; in the middle of a run there is no
+        # leading space to lose.
         del self._token_ids[: self._clean]
         self._clean = self._previous_clean = 0
         self._shown = ""
@@ -206,19 +201,19 @@ class _DecodeWindow:
         if size > _WINDOW_TOKENS and self._clean == size:
             first = self._previous_clean
         elif size > _MAX_WINDOW_TOKENS:
-            # Nothing but special tokens or malformed bytes. Wherever the window begins, what comes
-            # next looks the same: count from the end.
+            # Malformed bytes, or every token ends within a character: there is no good place for
+            # the window to begin, but its end, from which new text is counted, is the same.
             first = size - _CONTEXT_TOKENS
         else:
             return
         rest = self._decode(self._token_ids[first:])
         if rest == "" and size <= _MAX_WINDOW_TOKENS:
-            return  # only special tokens: no context for a leading space
-        pending = len(text) - len(self._shown)
-        self._shown = rest[: max(0, len(rest) - pending)]
+            return  # A lone space, which is no context: decoders strip it.
+        num_pending = len(text) - len(self._shown)
+        self._shown = rest[: max(0, len(rest) - num_pending)]
         del self._token_ids[:first]
         self._clean = max(0, self._clean - first)
-        self._previous_clean = max(0, self._previous_clean - first)
+        self._previous_clean = 0
 
     def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """The last tokens of the prompt, beginning with a whole character if possible."""

@@ -83,7 +83,7 @@ def original_cells(notebook: NotebookNode) -> list[NotebookNode]:
 
 def text_outputs(cell: NotebookNode) -> list[str]:
     """What a cell says in words, and that it shows a picture, but not which pixels."""
-    words = []
+    words: list[str] = []
     for output in cell.get("outputs", []):
         if output.output_type == "stream":
             words.append(output.text)
@@ -208,3 +208,15 @@ def description(svg: Path) -> str:
     match = re.search(r"<dc:description>(.*?)</dc:description>", svg.read_text(), re.DOTALL)
     assert match is not None
     return match.group(1)
+
+
+def test_a_text_that_arrives_in_pieces_is_one_output_and_pictures_stay_apart() -> None:
+    pieces = [stream("stdout", "a"), stream("stdout", "b"), stream("stderr", "c")]
+    pictures = [nbformat.v4.new_output("display_data") for _ in range(2)]
+    cell = new_code_cell("", outputs=[*pieces, *pictures])
+    builder().join_streams(cell)
+    assert [output.get("text") for output in cell.outputs] == ["ab", "c", None, None]
+
+
+def stream(name: str, text: str) -> NotebookNode:
+    return nbformat.v4.new_output("stream", name=name, text=text)

@@ -57,7 +57,7 @@ def read_source(source: Path) -> nbformat.NotebookNode:
             cell.metadata["tags"] = tags
         cells.append(cell)
     for cell in cells:
-        number = _number(cell, "check")
+        number = exercise_number(cell, "check")
         if number is not None:
             cell.metadata["wrong_answers"] = wrong.pop(number, [])
     if wrong:
@@ -85,12 +85,29 @@ def execute(notebook: nbformat.NotebookNode, timeout: float = 120.0) -> None:
     with client.setup_kernel(env=environment, cwd=str(TUTORIALS)):
         for index, cell in enumerate(notebook.cells):
             client.execute_cell(cell, index)
+            join_streams(cell)
     notebook.metadata.update(_notebook_metadata())
+
+
+def join_streams(cell: nbformat.NotebookNode) -> None:
+    """Makes one output of a text that the kernel sent in pieces; where it is cut is chance."""
+    joined: list[nbformat.NotebookNode] = []
+    for output in cell.get("outputs", []):
+        is_text = output.output_type == "stream"
+        if is_text and joined and joined[-1].get("name") == output.name:
+            joined[-1]["text"] += output.text
+        else:
+            joined.append(output)
+    if cell.cell_type == "code":
+        cell["outputs"] = joined
 
 
 def exercise_number(cell: nbformat.NotebookNode, kind: str) -> str | None:
     """The number of the exercise whose `kind` (answer, solution, check) this cell is, or None."""
-    return _number(cell, kind)
+    for tag in cell.metadata.get("tags", []):
+        if tag.startswith(f"{kind}-"):
+            return str(tag.removeprefix(f"{kind}-"))
+    return None
 
 
 def solution_code(cell: nbformat.NotebookNode) -> str:
@@ -120,13 +137,6 @@ def _unquote(text: str) -> str:
 
 def _magics(text: str) -> str:
     return re.sub(r"^# (%\w+)", r"\1", text, flags=re.MULTILINE)
-
-
-def _number(cell: nbformat.NotebookNode, kind: str) -> str | None:
-    for tag in cell.metadata.get("tags", []):
-        if tag.startswith(f"{kind}-"):
-            return str(tag.removeprefix(f"{kind}-"))
-    return None
 
 
 def _notebook_metadata() -> dict[str, object]:

@@ -473,15 +473,18 @@ r"""
 
 Write your answer in the cell under the task, run it, and run the cell after it.
 
-### Exercise 1: find the slot
+### Exercise 1: whose slot is this?
 
-Write `slot_of(table, position, block_size)`: the slot in which a request's token at `position` lies. The
-check runs the real engine for a few steps and compares with the `slot_mapping` that its kernels get.
+A token finds its slot through the table. Go the other way: write `owner_of(tables, slot, block_size)`, which
+returns the request and the position whose keys and values belong into a slot, such as `("A", 9)`, or `None`
+if the slot is in nobody's block. `tables` is a dict from request id to block table; no block is shared here.
+The check runs the real engine for a few steps, notes the `slot_mapping` that its kernels got, and asks you
+about every slot of the pool.
 """
 
 # %% tags=["answer-1"]
-def slot_of(table, position, block_size):
-    return None  # your answer
+def owner_of(tables, slot, block_size):
+    return ...  # your answer
 
 
 # %% [markdown] tags=["solution-1"]
@@ -490,51 +493,78 @@ r"""
 <summary>Solution</summary>
 
 ```python
-def slot_of(table, position, block_size):
-    return table[position // block_size] * block_size + position % block_size
+def owner_of(tables, slot, block_size):
+    block, offset = divmod(slot, block_size)
+    for request_id, table in tables.items():
+        if block in table:
+            return request_id, table.index(block) * block_size + offset
+    return None
 ```
 
 </details>
 """
 
 # %% tags=["check-1"]
-def check_slots(function):
-    if function([1], 0, 4) is None:
-        return "No answer yet: fill in the cell above, run it, then run this one again."
+def record_slots():
+    """Runs the engine: the slots that it wrote, with the token in each, and the tables at the end."""
+    written = {}
     with LLM("random:tiny", block_size=4, num_kv_blocks=20, max_model_len=32) as llm:
         engine, buffers = llm.engine, llm.engine.core.runner.buffers
-        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-        compared = 0
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         with Recording(engine.core.scheduler) as recording:
-            for name, length in [("A", 6), ("B", 3), ("C", 9)]:
-                engine.add_request(name, list(range(1, 1 + length)), params)
+            for name, first, length in [("A", 1, 6), ("B", 20, 3), ("C", 40, 9), ("D", 60, 2)]:
+                engine.add_request(name, list(range(first, first + length)), params)
                 engine.step()
-                now = recording.steps[-1]
                 # The runner puts requests with a single token first.
-                works = sorted(now.work, key=lambda work: work.count > 1)
+                works = sorted(recording.steps[-1].work, key=lambda work: work.count > 1)
                 tokens = [(w.request_id, w.start + i) for w in works for i in range(w.count)]
-                slots = buffers.slot_mapping.np[: len(tokens)].tolist()
-                for (name, position), slot in zip(tokens, slots, strict=True):
-                    table = list(now.during.tables[name])
-                    yours = function(table, position, 4)
-                    text = f"table {table}, position {position}: you say {yours}"
-                    assert yours == slot, f"{text}, the engine writes to slot {slot}"
-                    compared += 1
-    return f"Correct: the same {compared} slots as the engine's."
+                written |= zip(buffers.slot_mapping.np[: len(tokens)].tolist(), tokens)
+    return written, recording.steps[-1].during.tables
 
 
-print(check_slots(slot_of))
+def check_owners(function):
+    if function({"A": (1,)}, 4, 4) is ...:
+        return "No answer yet: fill in the cell above, run it, then run this one again."
+    written, tables = record_slots()
+    owned = {block for table in tables.values() for block in table}
+    for slot in range(21 * 4):
+        yours = function(tables, slot, 4)
+        if slot in written:
+            text = f"slot {slot}: you say {yours}, the engine wrote {written[slot]}"
+            assert yours == written[slot], text
+        elif slot // 4 not in owned:
+            assert yours is None, f"slot {slot}: you say {yours}, but nobody owns block {slot // 4}"
+    return f"Correct: all {len(written)} tokens are where you say, and the rest is free."
 
-# %% tags=["wrong-1"]
-# Forgets that a table holds block ids, not slots.
-def slot_of(table, position, block_size):
-    return table[position // block_size] + position % block_size
 
+print(check_owners(owner_of))
 
 # %% tags=["wrong-1"]
 # Takes blocks to lie side by side.
-def slot_of(table, position, block_size):
-    return table[0] * block_size + position
+def owner_of(tables, slot, block_size):
+    for request_id, table in tables.items():
+        if slot // block_size in table:
+            return request_id, slot - table[0] * block_size
+    return None
+
+
+# %% tags=["wrong-1"]
+# Forgets which block of the request it is.
+def owner_of(tables, slot, block_size):
+    for request_id, table in tables.items():
+        if slot // block_size in table:
+            return request_id, slot % block_size
+    return None
+
+
+# %% tags=["wrong-1"]
+# Finds an owner for everything.
+def owner_of(tables, slot, block_size):
+    block, offset = divmod(slot, block_size)
+    for request_id, table in tables.items():
+        if block in table:
+            return request_id, table.index(block) * block_size + offset
+    return "A", 0
 
 
 # %% [markdown]

@@ -197,7 +197,8 @@ def doctor(
 
 
 def _load(model: str, engine: dict[str, Any], verbose: bool) -> LLM:
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    detail = "%(levelname)s %(name)s" if verbose else "%(name)s"
+    logging.basicConfig(format=f"{detail}: %(message)s", stream=sys.stderr)
     logging.getLogger("minivllm").setLevel(logging.INFO if verbose else logging.WARNING)
     _silence_libraries()
     from minivllm.engine.llm import LLM

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from minivllm.attention.backend import AttentionBackend
 from minivllm.config import EngineConfig, ModelConfig
 
@@ -23,7 +25,7 @@ def make_backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
     if config.attention_backend == "triton":
         from minivllm.attention.triton_backend import TritonAttentionBackend
 
-        return TritonAttentionBackend(*shape)
+        return TritonAttentionBackend(*shape, dtype=getattr(torch, config.dtype))
     from minivllm.attention.torch_backend import TorchAttentionBackend
 
     return TorchAttentionBackend(*shape)

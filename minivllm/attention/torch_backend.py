@@ -88,9 +88,9 @@ class TorchAttentionBackend(AttentionBackend):
         ].transpose(2, 3)
         if query_len == 1:
             # The queries that share a KV head attend as if they were a sequence of their own.
-            query = query.view(num_reqs, self.num_kv_heads, -1, head_size)
+            query = query.reshape(num_reqs, self.num_kv_heads, -1, head_size)
             attended = F.scaled_dot_product_attention(query, keys, values, scale=self.scale)
-            return attended.view(num_reqs, 1, num_heads, head_size)
+            return attended.reshape(num_reqs, 1, num_heads, head_size)
         mask = None
         if query_len < seq_len:
             # Query row r is token seq_len - query_len + r, and sees the tokens up to itself.

@@ -215,7 +215,8 @@ def edit_logits(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tenso
         return logits
     logits = logits.to(torch.float32, copy=True)
     if metadata.stop_mask is not None:
-        logits[metadata.stop_mask] = -torch.inf
+        # A Python number here would be copied to the GPU, and waited for.
+        logits.index_put_(metadata.stop_mask, logits.new_full((), -torch.inf))
     if metadata.penalties is not None:
         penalties = metadata.penalties
         seen = logits[penalties.rows, penalties.tokens]

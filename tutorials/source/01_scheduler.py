@@ -249,13 +249,10 @@ A `Recording` stands in front of the engine's own scheduler and notes what it do
 # %%
 from minivllm import LLM
 
-# In float32, so that rounding does not depend on who shares the batch: on a GPU the default is bfloat16.
-exact = {"dtype": "float32"}
-
 
 def serve(budget):
     """A generates; a long prompt arrives in the middle. Returns the recording and A's tokens."""
-    with LLM("random:tiny", num_kv_blocks=128, max_num_batched_tokens=budget, **exact) as llm:
+    with LLM("random:tiny", num_kv_blocks=128, max_num_batched_tokens=budget, dtype="float32") as llm:
         engine = llm.engine
         tokens = [(7 * i) % 250 + 1 for i in range(1000)]
         greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -286,7 +283,8 @@ one, its tokens keep coming, each a little slower than usual, for as long as `B`
 times are those of the machine that made this notebook; run it on yours.
 
 What must **not** change is the result. How a prompt is cut up, and who else is in the batch, is
-nobody's business but the scheduler's:
+nobody's business but the scheduler's. (We asked for float32. In bfloat16, the default on a GPU, a sum that
+is rounded in another order can tip the scales between two equally good tokens.)
 """
 
 # %%
@@ -340,7 +338,7 @@ And the tokens are the same as with plenty of memory. On the real model:
 # %%
 def generate(num_kv_blocks):
     """Four requests in a pool of the given size: their tokens, and how often somebody had to leave."""
-    with LLM("random:tiny", num_kv_blocks=num_kv_blocks, max_model_len=64, **exact) as llm:
+    with LLM("random:tiny", num_kv_blocks=num_kv_blocks, max_model_len=64, dtype="float32") as llm:
         prompts = [[10 * i + k for k in range(12)] for i in range(1, 5)]
         greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         outputs = llm.generate(prompts, greedy)

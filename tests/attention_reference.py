@@ -92,25 +92,14 @@ def random_case(
     query, key, value = (x.unflatten(1, (-1, head_size)) for x in qkv.split(sizes, dim=1))
 
     tables = _random_tables(seq_lens, block_size, seed)
-    num_blocks = sum(map(len, tables)) + 4
-    kv_cache = torch.full(
-        (2, num_blocks, block_size, num_kv_heads, head_size), unowned, dtype=dtype, device=device
-    )
-    keys, values, slots, row = [], [], [], 0
-    for query_len, context_len, table in zip(query_lens, context_lens, tables, strict=True):
-        positions = torch.arange(context_len + query_len)
-        own_slots = table[positions // block_size] * block_size + positions % block_size
-        past_shape = (2, context_len, num_kv_heads, head_size)
-        past = torch.randn(past_shape, generator=generator, device=device).to(dtype)
-        kv_cache.flatten(1, 2)[:, own_slots[:context_len].to(device)] = past
-        keys.append(torch.cat([past[0], key[row : row + query_len]]))
-        values.append(torch.cat([past[1], value[row : row + query_len]]))
-        slots.append(own_slots[context_len:])
-        row += query_len
-    slots.append(torch.full((num_padding_tokens,), -1))
-    metadata = _metadata(
-        query_lens, seq_lens, tables, torch.cat(slots), num_padding_reqs, torch.device(device)
-    )
+    cache_shape = (2, sum(map(len, tables)) + 4, block_size, num_kv_heads, head_size)
+    kv_cache = torch.full(cache_shape, unowned, dtype=dtype, device=device)
+    own_slots = _own_slots(tables, seq_lens, block_size)
+    past = _fill_cache(kv_cache, own_slots, context_lens, generator)
+    new = torch.stack([key, value])[:, :num_actual].split(list(query_lens), dim=1)
+    whole = [torch.cat(parts, dim=1) for parts in zip(past, new, strict=True)]
+    slots = [own[length:] for own, length in zip(own_slots, context_lens, strict=True)]
+    slot_mapping = torch.cat([*slots, torch.full((num_padding_tokens,), -1)])
     output = torch.full((num_tokens, num_heads, head_size), OUTPUT_CANARY)
     return AttentionCase(
         query=query,
@@ -118,10 +107,10 @@ def random_case(
         value=value,
         kv_cache=kv_cache,
         output=output.to(device, dtype),
-        metadata=metadata,
+        metadata=_metadata(query_lens, seq_lens, tables, slot_mapping, num_padding_reqs, device),
         scale=head_size**-0.5,
-        keys=keys,
-        values=values,
+        keys=[keys for keys, _ in whole],
+        values=[values for _, values in whole],
     )
 
 
@@ -176,13 +165,40 @@ def _random_tables(seq_lens: Sequence[int], block_size: int, seed: int) -> list[
     return list(ids[: sum(counts)].split(counts))
 
 
+def _own_slots(
+    tables: Sequence[torch.Tensor], seq_lens: Sequence[int], block_size: int
+) -> list[torch.Tensor]:
+    """By request, the cache slot of each of its tokens."""
+    positions = [torch.arange(length) for length in seq_lens]
+    return [
+        table[position // block_size] * block_size + position % block_size
+        for table, position in zip(tables, positions, strict=True)
+    ]
+
+
+def _fill_cache(
+    kv_cache: torch.Tensor,
+    own_slots: Sequence[torch.Tensor],
+    context_lens: Sequence[int],
+    generator: torch.Generator,
+) -> list[torch.Tensor]:
+    """Draws and stores the contexts; returns them by request, `[2, context_len, heads, size]`."""
+    past = []
+    for slots, length in zip(own_slots, context_lens, strict=True):
+        shape = (2, length, *kv_cache.shape[-2:])
+        drawn = torch.randn(shape, generator=generator, device=kv_cache.device)
+        past.append(drawn.to(kv_cache.dtype))
+        kv_cache.flatten(1, 2)[:, slots[:length].to(kv_cache.device)] = past[-1]
+    return past
+
+
 def _metadata(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     tables: Sequence[torch.Tensor],
     slot_mapping: torch.Tensor,
     num_padding_reqs: int,
-    device: torch.device,
+    device: str,
 ) -> AttentionMetadata:
     num_decodes = sum(length == 1 for length in query_lens)
     assert all(length == 1 for length in query_lens[:num_decodes]), "decodes must come first"

@@ -103,11 +103,22 @@ def decode_attention(
         SPLIT=num_splits > 1, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        merge_kernel[(query.shape[1], metadata.num_decodes)](
-            output, scratch.partial, scratch.lse, metadata.seq_lens, num_splits,
-            HEAD_SIZE=head_size, HEAD_PADDED=padded_head_size(head_size),
-            BLOCK_N=tile.block_n, CHUNK=MERGE_CHUNK, num_warps=4,
-        )  # fmt: skip
+        _merge(output, metadata, tile, num_splits, scratch)
+
+
+def _merge(
+    output: torch.Tensor,
+    metadata: AttentionMetadata,
+    tile: Tile,
+    num_splits: int,
+    scratch: DecodeScratch,
+) -> None:
+    num_heads, head_size = output.shape[1:]
+    merge_kernel[(num_heads, metadata.num_decodes)](
+        output, scratch.partial, scratch.lse, metadata.seq_lens, num_splits,
+        HEAD_SIZE=head_size, HEAD_PADDED=padded_head_size(head_size),
+        BLOCK_N=tile.block_n, CHUNK=MERGE_CHUNK, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -110,14 +110,12 @@ def attend_range(
     """Attends to positions `start <= position < end` of one KV head; returns acc, row_max, row_sum.
 
     With `MASKED`, row `m` sees the positions up to `last_visible[m]`; `start` must be one of them,
-    or an empty row's maximum would be -inf and its weights NaN. Without, all rows see all of them
-    and the range is whole tiles.
+    or the row's maximum is -inf and its weights NaN. Without, all rows see all, in whole tiles.
     """
     dims = tl.arange(0, HEAD_PADDED)
     positions = start + tl.arange(0, BLOCK_N)
-    # The block ids are one tile ahead, by hand: loaded in the loop that uses them they would take
-    # half of the pipeline's stages. The mask is for the end of the table; the null block, 0, can be
-    # read, whatever it holds.
+    # Block ids are loaded a tile ahead, by hand: the pipeliner would spend half its stages on them.
+    # The mask is for the end of the table; block 0, the null block, is safe to read.
     blocks = tl.load(table_row + positions // BLOCK_SIZE, mask=positions < end, other=0)
     for tile_start in range(start, end, BLOCK_N):
         positions = tile_start + tl.arange(0, BLOCK_N)

@@ -1,156 +1,35 @@
 """Turns one step's logits into one token per request.
 
-A token is drawn by inverting the cumulative distribution: tokens lie on a line in vocabulary order,
-each as long as it is likely, and one uniform number per request points at one of them. The number
-for a request's i-th output token is a pure function of (seed, i), so no generator state has to
-survive batching or preemption. If the logits of two runs differ by rounding (another batch size,
-another device), the borders between tokens move by about as much, and the token changes only when
-the number falls between an old border and the new one: with probability at most the sum over tokens
-of |F(t) - F'(t)|, F being the cumulative distribution, about 1e-5 for float32 rounding.
+A token is drawn by walking down a tree: its leaves are the tokens in vocabulary order, a node is as
+heavy as the leaves below it, and at each level one uniform number picks one of 16 children by their
+weights. The numbers for a request's i-th output token are a pure function of (seed, i), so that no
+generator state has to survive batching or preemption.
+
+Why a tree and not one cumulative sum: logits of two runs differ by rounding (another batch size,
+another device), which moves the borders between tokens, and a number between an old border and the
+new one picks another token. One sum over the vocabulary has tens of thousands of borders at which
+this can happen, a walk has at most 15 per level. On SmolLM2-135M in float32 (one pass over a prompt
+against token by token, temperature 1, no filters) the token changes with probability 5e-4 for the
+sum and 7e-6 for the tree; no method at all can be below 1e-6, half the sum of |p - p'|.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from minivllm.engine.request import Logprob
-from minivllm.sampling_params import SamplingParams
+from minivllm.layers.sampling_metadata import FAN_OUT, SamplingMetadata, SamplingRequest
 
 # A probability p becomes the integer floor(p * _ONE). Sums of integers are exact and the same in
-# any order, so a parallel scan on a GPU gives the sequential result, the cumulative sum never
-# decreases, and a token of weight 0 has no place on the line. 2**61 leaves room for a row that adds
-# up to slightly more than 1, and is finer than the 53 bits of a uniform number.
+# any order: a parallel sum on a GPU gives the sequential result, a cumulative sum never decreases,
+# and a token of weight 0 can not be picked. 2**61 leaves room for a row that adds up to slightly
+# more than 1, and is finer than the 53 bits of a uniform number.
 _ONE = 2**61
-# Normal float32 numbers: a GPU may flush anything smaller to 0, and 0 / 0 is NaN; so is -inf / inf.
-_MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)
-_MAX_TEMPERATURE = float(np.finfo(np.float32).max)
-
-
-class SamplingRequest(Protocol):
-    """What the sampler needs to know of a request."""
-
-    @property
-    def sampling_params(self) -> SamplingParams: ...  # noqa: D102
-    @property
-    def seed(self) -> int: ...  # noqa: D102
-    @property
-    def prompt_token_ids(self) -> Sequence[int]: ...  # noqa: D102
-    @property
-    def output_token_ids(self) -> Sequence[int]: ...  # noqa: D102
-    @property
-    def stop_token_ids(self) -> Collection[int]: ...  # noqa: D102
-
-
-@dataclass
-class Penalties:
-    """The logits that penalties change, one entry per (row, token) seen; no pair comes twice.
-
-    Attributes:
-        rows: int64 `[num_entries]`.
-        tokens: int64 `[num_entries]`.
-        repetition: float32 `[num_entries]`, divides a positive logit, multiplies a negative one.
-        subtract: float32 `[num_entries]`, presence penalty plus frequency penalty times count.
-    """
-
-    rows: torch.Tensor
-    tokens: torch.Tensor
-    repetition: torch.Tensor
-    subtract: torch.Tensor
-
-
-@dataclass
-class SamplingMetadata:
-    """How the rows of one step are sampled. Tensors lie on the logits' device.
-
-    The flags and counts are host values, so that work nobody needs is skipped without a
-    device-to-host copy.
-
-    Attributes:
-        temperature: float32 `[num_rows]`, 0 for greedy rows.
-        top_k: int64 `[num_rows]`, the vocabulary's size where it is off.
-        top_p: float32 `[num_rows]`, 1 where it is off.
-        min_p: float32 `[num_rows]`, 0 where it is off.
-        uniforms: float64 `[num_rows]` in [0, 1), one per row.
-        all_greedy: No row draws.
-        all_random: Every row draws.
-        max_top_k: Largest `top_k` among the rows that use it; None if none does.
-        need_top_p: Some row uses it.
-        need_min_p: Some row uses it.
-        top_p_within_top_k: Every row that uses top-p uses top-k too, so that the `max_top_k` most
-            likely tokens are all that has to be sorted.
-        stop_mask: (rows, tokens), int64 `[num_entries]` each: the stop tokens of rows that have
-            not reached their `min_tokens`; None if there are none.
-        penalties: None if no row has any.
-        num_logprobs: Largest number of log-probabilities any row asked for; None if none asked.
-    """
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    uniforms: torch.Tensor
-    all_greedy: bool
-    all_random: bool
-    max_top_k: int | None
-    need_top_p: bool
-    need_min_p: bool
-    top_p_within_top_k: bool
-    stop_mask: tuple[torch.Tensor, torch.Tensor] | None
-    penalties: Penalties | None
-    num_logprobs: int | None
-
-    @classmethod
-    def build(
-        cls,
-        requests: Sequence[SamplingRequest],
-        vocab_size: int,
-        device: torch.device | str,
-    ) -> SamplingMetadata:
-        """Collects the parameters of the requests that sample in this step.
-
-        Args:
-            requests: One per row of the logits, in their order.
-            vocab_size: Columns of the logits.
-            device: Where the logits are.
-        """
-        params = [request.sampling_params for request in requests]
-        drawing = [p for p in params if not p.greedy]
-        top_ks = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-        used_top_ks = [k for k, p in zip(top_ks, params) if k < vocab_size and not p.greedy]
-        with_top_p = [k for k, p in zip(top_ks, params) if p.top_p < 1.0 and not p.greedy]
-        numbers = np.empty((5, len(params)))
-        numbers[0] = [_temperature(p) for p in params]
-        numbers[1] = top_ks
-        numbers[2] = [p.top_p for p in params]
-        numbers[3] = [p.min_p for p in params]
-        numbers[4] = uniforms(
-            [request.seed for request in requests],
-            [len(request.output_token_ids) for request in requests],
-        )
-        # One copy for all five; float64 holds each of them exactly.
-        temperature, top_k, top_p, min_p, uniform = _to_device(numbers, device).unbind(0)
-        return cls(
-            temperature=temperature.float(),
-            top_k=top_k.long(),
-            top_p=top_p.float(),
-            min_p=min_p.float(),
-            uniforms=uniform,
-            all_greedy=not drawing,
-            all_random=len(drawing) == len(params),
-            max_top_k=max(used_top_ks, default=None),
-            need_top_p=bool(with_top_p),
-            need_min_p=any(p.min_p > 0.0 for p in drawing),
-            top_p_within_top_k=all(k < vocab_size for k in with_top_p),
-            stop_mask=_stop_mask(requests, vocab_size, device),
-            penalties=_penalties(requests, device),
-            num_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
-        )
 
 
 @dataclass
@@ -268,39 +147,34 @@ def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
     Args:
         probs: float32 `[num_rows, vocab_size]`; a row need not add up to 1.
-        uniforms: float64 `[num_rows]` in [0, 1).
+        uniforms: float64 `[num_rows, num_levels]` in [0, 1), from the root's down.
 
     Returns:
-        int64 `[num_rows]`, the first token whose cumulative probability exceeds the row's uniform
-        number times the row's total.
+        int64 `[num_rows]`.
     """
-    cumulative = _weights(probs).cumsum_(dim=-1)
+    num_rows, vocab_size = probs.shape
+    tree, nodes = [], _weights(probs)
+    while nodes.shape[1] > 1:
+        nodes = F.pad(nodes, (0, -nodes.shape[1] % FAN_OUT))
+        tree.append(nodes.view(num_rows, -1, FAN_OUT))  # the children of each parent
+        nodes = tree[-1].sum(dim=-1)
+    rows = torch.arange(num_rows, device=probs.device)
+    node = torch.zeros_like(rows)
+    for level, uniform in zip(reversed(tree), uniforms.unbind(1), strict=True):
+        # Only NaN in the logits can lead past the last node (here or below); an index out of range
+        # would take down the CUDA context, and every other request with it.
+        node.clamp_(max=level.shape[1] - 1)
+        node = node * FAN_OUT + _pick(level[rows, node], uniform)
+    return node.clamp_(max=vocab_size - 1)
+
+
+def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The first child whose cumulative weight exceeds the number times the total, `[num_rows]`."""
+    cumulative = weights.cumsum(dim=-1)
     # A number is at most 1 - 2**-53, so the product is rounded to at most the last float64 before
-    # the rounded total, and that one is below the total: some token lies behind the target.
-    target = (uniforms * cumulative[:, -1].double()).long()
-    token_ids = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
-    # Only NaN in the logits can exceed the vocabulary here; an index out of range would take down
-    # the CUDA context, and every other request with it.
-    return token_ids.clamp_(max=probs.shape[1] - 1)
-
-
-def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> np.ndarray:
-    """The random numbers of some (seed, index) pairs: a hash, not a stream.
-
-    SplitMix64 (Steele, Lea and Flood 2014), started at its own hash of the seed, so that streams of
-    seeds that are multiples of its increment apart do not overlap.
-
-    Args:
-        seeds: `[n]`, taken modulo 2**64.
-        indices: `[n]`, at least 0.
-
-    Returns:
-        float64 `[n]` in [0, 1), multiples of 2**-53.
-    """
-    increment = np.uint64(0x9E3779B97F4A7C15)
-    state = _mix(np.array([seed % 2**64 for seed in seeds], np.uint64) + increment)
-    bits = _mix(state + increment * (np.array(indices, np.uint64) + np.uint64(1)))
-    return (bits >> np.uint64(11)) * 2.0**-53
+    # the rounded total, and that one is below the total: some child lies behind the target.
+    target = (uniform * cumulative[:, -1].double()).long()
+    return torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
 
 
 def logprob_dicts(
@@ -354,12 +228,6 @@ def _with_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num: int) -> S
     )
 
 
-def _temperature(params: SamplingParams) -> float:
-    if params.greedy:
-        return 0.0
-    return min(max(params.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
-
-
 def _top_p_threshold(ranked: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """The probability of the last token that top-p keeps, `[num_rows, 1]`.
 
@@ -377,60 +245,3 @@ def _top_p_threshold(ranked: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 def _weights(probs: torch.Tensor) -> torch.Tensor:
     # Scaling by a power of two is exact in float32; the conversion drops what is below 2**-61.
     return (probs * float(_ONE)).to(torch.int64)
-
-
-def _mix(z: np.ndarray) -> np.ndarray:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-def _to_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """Copies without waiting for the device: from pinned memory the copy is only enqueued."""
-    tensor = torch.from_numpy(array)
-    if torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-def _stop_mask(
-    requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    entries = [
-        (row, token)
-        for row, request in enumerate(requests)
-        if len(request.output_token_ids) < request.sampling_params.min_tokens
-        for token in request.stop_token_ids
-        if token < vocab_size
-    ]
-    if not entries:
-        return None
-    rows, tokens = _to_device(np.array(entries, np.int64).T.copy(), device).unbind(0)
-    return rows, tokens
-
-
-def _penalties(requests: Sequence[SamplingRequest], device: torch.device | str) -> Penalties | None:
-    """Counts tokens on the host: work and memory follow the lengths, not the vocabulary."""
-    entries = [
-        _penalty_entries(row, request)
-        for row, request in enumerate(requests)
-        if request.sampling_params.has_penalties
-    ]
-    if not entries:
-        return None
-    rows, tokens, repetition, subtract = _to_device(np.concatenate(entries, axis=1), device)
-    return Penalties(rows.long(), tokens.long(), repetition.float(), subtract.float())
-
-
-def _penalty_entries(row: int, request: SamplingRequest) -> np.ndarray:
-    """float64 `[4, num_tokens]`: row, token, repetition penalty, what is subtracted."""
-    params = request.sampling_params
-    output, counts = np.unique(np.array(request.output_token_ids, np.int64), return_counts=True)
-    subtract = params.presence_penalty + params.frequency_penalty * counts
-    tokens = output
-    if params.repetition_penalty != 1.0:
-        unseen = np.setdiff1d(np.array(request.prompt_token_ids, np.int64), output)
-        tokens = np.concatenate([output, unseen])
-        subtract = np.concatenate([subtract, np.zeros(len(unseen))])
-    repetition = np.full(len(tokens), params.repetition_penalty)
-    return np.stack([np.full(len(tokens), float(row)), tokens, repetition, subtract])

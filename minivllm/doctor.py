@@ -124,14 +124,14 @@ def check_python(machine: Machine) -> Finding:
 
 def check_torch(machine: Machine) -> Finding:
     """Whether torch can be imported, and what it was built for."""
-    version, cuda = machine.package_version("torch"), machine.torch_cuda_version()
+    version, cuda = machine.torch_build()
     build = "CPU build" if cuda is None else f"built for CUDA {cuda}"
     return Finding("torch", True, f"{version}, {build}", {"version": version, "cuda": cuda})
 
 
 def check_cuda(machine: Machine) -> Finding:
     """Which GPUs torch sees."""
-    devices, cuda = machine.cuda_devices(), machine.torch_cuda_version()
+    devices, (_, cuda) = machine.cuda_devices(), machine.torch_build()
     facts = {"devices": [asdict(device) for device in devices]}
     if devices:
         return Finding("CUDA devices", True, "; ".join(map(_describe_device, devices)), facts)
@@ -201,7 +201,7 @@ def check_cuda_ipc(machine: Machine) -> Finding:
     environ = machine.environ()
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in environ.get(name, "").lower().replace(" ", ""):
-            detail = f"{name} asks for expandable segments, whose memory cannot be shared"
+            detail = f"{name} asks for expandable segments, which cudaIpcGetMemHandle refuses"
             return Finding("CUDA IPC", False, detail)
     machine.share_cuda_memory()
     return Finding("CUDA IPC", True, "a second process reads this one's GPU memory")
@@ -213,7 +213,7 @@ def check_ranks(machine: Machine) -> Finding:
     ranks = num_gpus or num_cores
     what = "one for each GPU" if num_gpus else "one for each CPU core"
     facts = {"ranks": ranks, "gpus": num_gpus, "cores": num_cores}
-    return Finding("ranks", ranks > 1, f"room for {ranks}: {what} ({num_cores} cores)", facts)
+    return Finding("ranks", True, f"room for {ranks}: {what} ({num_cores} cores)", facts)
 
 
 def check_memory(machine: Machine) -> Finding:

@@ -57,15 +57,15 @@ class Machine:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    def torch_cuda_version(self) -> str | None:
-        """The CUDA version torch was built for, or None for a CPU build.
+    def torch_build(self) -> tuple[str, str | None]:
+        """Torch's version, and the CUDA version it was built for, or None for a CPU build.
 
         Raises:
             ImportError: Torch is missing or broken.
         """
         import torch
 
-        return torch.version.cuda
+        return torch.__version__, torch.version.cuda
 
     def cuda_devices(self) -> list[CudaDevice]:
         """The GPUs torch sees."""

@@ -252,6 +252,7 @@ def _typed_lines() -> Iterator[str]:
         try:
             line = input("> ")
         except EOFError:
+            typer.echo()  # the shell's prompt belongs on a line of its own
             return
         if line.strip():
             yield line

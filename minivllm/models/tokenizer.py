@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ModelError
 from minivllm.models.registry import as_token_ids
 from minivllm.models.source import ModelSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -22,6 +24,8 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     """
     if source.folder is None or not any((source.folder / name).exists() for name in _FILES):
         return None
+    from transformers import AutoTokenizer  # takes seconds, and not every command needs it
+
     try:
         return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
     except Exception as error:  # tokenizers raise plain Exception for a damaged file
@@ -36,15 +40,15 @@ def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
     """
     ids = source.config.eos_token_ids
     if source.folder is not None:
-        ids += as_token_ids(_generation_config(source.folder).get("eos_token_id"))
+        ids += as_token_ids("eos_token_id", _generation_config(source.folder).get("eos_token_id"))
     return tuple(dict.fromkeys(ids))
 
 
-def _generation_config(folder: Path) -> dict:
+def _generation_config(folder: Path) -> dict[str, Any]:
     path = folder / "generation_config.json"
     if not path.exists():
         return {}
     try:
-        return dict(json.loads(path.read_text()))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error

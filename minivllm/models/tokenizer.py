@@ -37,15 +37,18 @@ def eos_token_ids(source: ModelSource) -> tuple[int, ...]:
     """Tokens that end a sequence: those of `config.json` and of `generation_config.json`.
 
     Chat models end a turn with a token that only the latter names.
+
+    Raises:
+        ModelError: `generation_config.json` is damaged.
     """
     ids = source.config.eos_token_ids
     if source.folder is not None:
-        ids += as_token_ids("eos_token_id", _generation_config(source.folder).get("eos_token_id"))
+        path = source.folder / "generation_config.json"
+        ids += as_token_ids(f"{path}: eos_token_id", _read_object(path).get("eos_token_id"))
     return tuple(dict.fromkeys(ids))
 
 
-def _generation_config(folder: Path) -> dict[str, Any]:
-    path = folder / "generation_config.json"
+def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:

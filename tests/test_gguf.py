@@ -91,7 +91,8 @@ def test_a_converted_model_is_the_model_the_file_was_written_from(kind: str, tmp
     converted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.arange(48).reshape(2, 24) * 7
     torch.testing.assert_close(converted(ids).logits, original(ids).logits, atol=1e-4, rtol=1e-5)
-    assert converted.config.eos_token_id == original.config.eos_token_id
+    for name in ("eos_token_id", "rms_norm_eps", "rope_parameters"):
+        assert getattr(converted.config, name) == getattr(original.config, name)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])

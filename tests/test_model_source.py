@@ -346,7 +346,7 @@ def test_the_real_default_model_predicts_text() -> None:
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         loss = model(ids, labels=ids).loss
-    assert loss < 2.5  # guessing at random is 10.8, and a wrong order of query rows gives over 6
+    assert loss < 3  # 2.4; with the query rows in llama.cpp's order 3.9, by guessing 10.8
 
 
 # The hub

@@ -8,11 +8,15 @@ argument becomes an input of the traced graph, and step-dependent metadata must 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from minivllm.attention.backend import AttentionMetadata
+
+if TYPE_CHECKING:
+    from minivllm.layers.attention import Attention
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,11 @@ class ForwardContext:
 
     Attributes:
         attn_metadata: The step's; None in a profiling run, in which attention is skipped.
+        attention_layers: The model's attention layers, by name.
     """
 
     attn_metadata: AttentionMetadata | None
+    attention_layers: Mapping[str, Attention] = field(default_factory=dict)
 
 
 _current: ForwardContext | None = None

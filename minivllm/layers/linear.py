@@ -79,6 +79,31 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
-def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def packed_linear(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """`x @ W.T + b` with a weight from `pack_weight`."""
+    if torch.compiler.is_compiling():
+        return torch.ops.minivllm.packed_linear(x, packed, bias)
+    return _packed_linear(x, packed, bias)
+
+
+def _packed_linear(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def _packed_linear_shape(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0])
+
+
+# Inductor takes a packed weight only as a constant of the graph, and with a constant every layer
+# would be a graph of its own. In an op of ours it is an input like any other.
+_library = torch.library.Library("minivllm", "FRAGMENT")
+_library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
+for _key in ("CPU", "MkldnnCPU"):  # the weight's layout is part of what selects an implementation
+    _library.impl("packed_linear", _packed_linear, _key)
+_library._register_fake("packed_linear", _packed_linear_shape)

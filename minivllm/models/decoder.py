@@ -39,7 +39,8 @@ class DecoderForCausalLM(nn.Module):
         self.embed_tokens = nn.Parameter(torch.empty(size), requires_grad=False)
         self.rotary = RotaryEmbedding(config, max_model_len)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, backend) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, backend, f"model.layers.{i}")
+            for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = self.embed_tokens
@@ -103,10 +104,10 @@ class DecoderForCausalLM(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, name: str) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, backend)
+        self.self_attn = SelfAttention(config, backend, f"{name}.self_attn")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
@@ -128,7 +129,7 @@ class DecoderLayer(nn.Module):
 class SelfAttention(nn.Module):
     """Projections, rotation and the way into the paged cache."""
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, name: str) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
@@ -145,7 +146,7 @@ class SelfAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.attn = Attention(backend)
+        self.attn = Attention(backend, name)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Maps `[num_tokens, hidden_size]` to the same shape."""

@@ -83,6 +83,7 @@ class ModelRunner:
             config.cache.block_size,
             self.device,
         )
+        self.attention_layers = {layer.name: layer for layer in model.attention_layers()}
         self.sampler = Sampler()
         self.requests: dict[str, RequestState] = {}
         self._free_rows = list(range(scheduler.max_num_seqs - 1, -1, -1))
@@ -121,7 +122,7 @@ class ModelRunner:
         """
         input_ids = self.buffers.input_ids.device[:num_tokens]
         positions = self.buffers.positions.device[:num_tokens]
-        with set_forward_context(ForwardContext(None)):
+        with set_forward_context(ForwardContext(None, self.attention_layers)):
             hidden = self.model(input_ids, positions)
         num_seqs = min(num_seqs, num_tokens)
         params = SamplingParams(top_p=0.5, top_k=50, min_p=0.1)
@@ -183,7 +184,7 @@ class ModelRunner:
         )
 
     def _forward(self, inputs: ModelInputs) -> torch.Tensor:
-        with set_forward_context(ForwardContext(inputs.attn_metadata)):
+        with set_forward_context(ForwardContext(inputs.attn_metadata, self.attention_layers)):
             return self.model(inputs.input_ids, inputs.positions)
 
     def _sample(

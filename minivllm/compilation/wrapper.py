@@ -1,0 +1,101 @@
+"""Traces a model once, and runs the pieces ever after.
+
+`torch.compile` guards every call: before it runs the compiled code it checks that nothing it relied
+on has changed. The engine promises that only the number of tokens changes, so after the one trace
+Dynamo is left out altogether: the split graph is called directly, with the parameters it was traced
+with. That is fast, and it is a promise: a branch on the number of tokens in a model's forward would
+silently keep the side it was traced on. `strict=True` keeps Dynamo and its guards on shapes, and turns
+a broken promise into an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from minivllm.compilation.piecewise_backend import PiecewiseBackend
+from minivllm.errors import ModelError
+
+# Not 0 or 1, which Dynamo takes for constants, and unlikely to be a dimension of any model.
+_TRACED_TOKENS = 61
+
+
+class CompiledModel:
+    """Stands where the model's forward stood.
+
+    Args:
+        model: Loaded, and packed if it is going to be: parameters must not be replaced afterwards.
+        backend: Not called yet.
+        strict: Keep guards on shapes, and raise where one fails.
+    """
+
+    def __init__(self, model: nn.Module, backend: PiecewiseBackend, strict: bool = False) -> None:
+        self.backend = backend
+        self.strict = strict
+        self._compiled = torch.compile(
+            model.forward,
+            backend=backend,
+            fullgraph=True,
+            dynamic=False,  # only what is marked below is a symbol
+            options={"guard_filter_fn": _only_shapes if strict else _no_guards},
+        )
+        self._arguments: list[Any] = []
+        self._token_inputs: list[tuple[int, int]] = []
+        self._size_inputs: list[int] = []
+
+    def trace(self, device: torch.device) -> None:
+        """Traces and compiles, with made-up tokens; call it inside a forward context without data.
+
+        Raises:
+            ModelError: The model's forward cannot be traced as one graph; says where.
+        """
+        inputs = (
+            torch.zeros(_TRACED_TOKENS, dtype=torch.int32, device=device),
+            torch.zeros(_TRACED_TOKENS, dtype=torch.int64, device=device),
+        )
+        for tensor in inputs:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        try:
+            self._compiled(*inputs)
+        except torch._dynamo.exc.Unsupported as error:
+            raise ModelError(f"the model cannot be traced as one graph: {error}") from error
+        self._bind(inputs)
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The model's forward: `[num_tokens]` each, to `[num_tokens, hidden_size]`."""
+        if self.strict:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                return self._compiled(input_ids, positions)
+        arguments = self._arguments.copy()
+        for index in self._size_inputs:
+            arguments[index] = input_ids.shape[0]
+        for index, which in self._token_inputs:
+            arguments[index] = positions if which else input_ids
+        return self._run(*arguments)[0]
+
+    @property
+    def _run(self) -> Callable[..., Any]:
+        assert self.backend.stitched is not None
+        return self.backend.stitched.forward
+
+    def _bind(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Notes which of the graph's inputs change from call to call; the others are parameters."""
+        self._arguments = list(self.backend.example_inputs)
+        for index, value in enumerate(self._arguments):
+            if isinstance(value, torch.Tensor):
+                for which, tensor in enumerate(inputs):
+                    if value is tensor:
+                        self._token_inputs.append((index, which))
+            else:
+                self._size_inputs.append(index)
+
+
+def _no_guards(guards: list[Any]) -> list[bool]:
+    return [False] * len(guards)
+
+
+def _only_shapes(guards: list[Any]) -> list[bool]:
+    return [guard.guard_type == "SHAPE_ENV" for guard in guards]

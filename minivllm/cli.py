@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minivllm.cli_options import OptionGroup, with_options
-from minivllm.config import CacheConfig, EngineConfig, SchedulerConfig
+from minivllm.config import CacheConfig, CompilationConfig, EngineConfig, SchedulerConfig
 from minivllm.errors import InvalidRequestError, MinivllmError
 from minivllm.sampling_params import SamplingParams
 from minivllm.version import __version__
@@ -39,9 +39,9 @@ app = typer.Typer(
 )
 
 ENGINE_OPTIONS = OptionGroup(
-    classes=(EngineConfig, CacheConfig, SchedulerConfig),
+    classes=(EngineConfig, CacheConfig, SchedulerConfig, CompilationConfig),
     build=dict,
-    skip=frozenset({"model", "cache", "scheduler"}),
+    skip=frozenset({"model", "cache", "scheduler", "compilation"}),
     rename={"seed": "engine_seed"},
 )
 # Greedy, so that the same command prints the same text; and long enough for an answer.

@@ -7,6 +7,7 @@ Each check names the field, the value it got, and what to do about it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from minivllm.errors import ConfigError, ModelError
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 DEVICES: tuple[str, ...] = ("auto", "cpu", "cuda")
+COMPILERS: tuple[str, ...] = ("auto", "none", "eager", "inductor")
 ATTENTION_BACKENDS: tuple[str, ...] = ("auto", "torch", "triton")
 
 
@@ -166,6 +168,52 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class CompilationConfig:
+    """What is compiled, and how. To find a fault, go down the ladder: `inductor`, `eager`, `none`.
+
+    Attributes:
+        compile: `none` runs the model as it is written; `eager` traces and splits it, and runs the
+            pieces as they are; `inductor` compiles them; `auto` is inductor on a GPU and none on a
+            CPU, where compiling takes longer than most programs run.
+        compile_sizes: Numbers of tokens to compile for exactly, beside the general shape.
+        splitting_ops: Operations at which the model is split; they are not compiled.
+        strict: Keep guards on shapes: a model that branches on the number of tokens fails instead
+            of silently keeping the branch it was traced on.
+        compile_cache: Keep compiled pieces on disk for the next start.
+        enforce_eager: The same as `compile="none"`, under vLLM's name.
+    """
+
+    compile: str = "auto"
+    compile_sizes: tuple[int, ...] = ()
+    splitting_ops: tuple[str, ...] = ("minivllm::attention_with_output",)
+    strict: bool = False
+    compile_cache: bool = True
+    enforce_eager: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("compile", self.compile, COMPILERS)
+        object.__setattr__(self, "compile_sizes", tuple(self.compile_sizes))
+        object.__setattr__(self, "splitting_ops", tuple(self.splitting_ops))
+        for size in self.compile_sizes:
+            _positive("compile_sizes", size)
+        if not self.splitting_ops:
+            raise ConfigError(
+                "splitting_ops=(): attention cannot be compiled, so its operation must be one; "
+                "leave the default"
+            )
+        if self.enforce_eager and self.compile not in ("auto", "none"):
+            raise ConfigError(
+                f"enforce_eager=True contradicts compile={self.compile!r}; give one of the two"
+            )
+        off = self.enforce_eager or self.compile == "none"
+        if off and (self.compile_sizes or self.strict):
+            raise ConfigError(
+                "compile_sizes and strict have no effect when nothing is compiled; remove them, "
+                "or choose compile='inductor'"
+            )
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All of it. Built by `EngineConfig.from_options`; every field is final.
 
@@ -187,6 +235,7 @@ class EngineConfig:
     seed: int = 0
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    compilation: CompilationConfig = field(default_factory=CompilationConfig)
 
     def __post_init__(self) -> None:
         _one_of("device", self.device, DEVICES)
@@ -208,22 +257,23 @@ class EngineConfig:
         Raises:
             ConfigError: An option is unknown, impossible, or cannot work on this machine.
         """
-        parts: dict[str, dict[str, Any]] = {"cache": {}, "scheduler": {}, "": {}}
-        owners = dict.fromkeys(CacheConfig.__dataclass_fields__, "cache")
-        owners |= dict.fromkeys(SchedulerConfig.__dataclass_fields__, "scheduler")
-        owners |= {name: "" for name in cls.__dataclass_fields__ if name not in ("model", *parts)}
+        classes: dict[str, Any] = {
+            "cache": CacheConfig,
+            "scheduler": SchedulerConfig,
+            "compilation": CompilationConfig,
+        }
+        owners = {name: "" for name in cls.__dataclass_fields__ if name not in ("model", *classes)}
+        for part, part_class in classes.items():
+            owners |= dict.fromkeys(part_class.__dataclass_fields__, part)
+        values: dict[str, dict[str, Any]] = {part: {} for part in ("", *classes)}
         for name, value in options.items():
             if name not in owners:
                 raise ConfigError(
                     f"unknown option {name!r}; the options are: {', '.join(sorted(owners))}"
                 )
-            parts[owners[name]][name] = value
-        config = cls(
-            model=model,
-            cache=CacheConfig(**parts["cache"]),
-            scheduler=SchedulerConfig(**parts["scheduler"]),
-            **parts[""],
-        )
+            values[owners[name]][name] = value
+        parts = {part: part_class(**values[part]) for part, part_class in classes.items()}
+        config = cls(model=model, **values[""], **parts)
         return config.resolved()
 
     def resolved(self) -> EngineConfig:
@@ -233,8 +283,6 @@ class EngineConfig:
             ConfigError: The device was asked for by name and is not there, or the backend cannot
                 run on it.
         """
-        import dataclasses
-
         from minivllm.platform import has_cuda, has_triton
 
         device = self.device
@@ -257,7 +305,29 @@ class EngineConfig:
         dtype = self.dtype
         if dtype == "auto":
             dtype = "bfloat16" if device == "cuda" else "float32"
-        return dataclasses.replace(self, device=device, dtype=dtype, attention_backend=backend)
+        return dataclasses.replace(
+            self,
+            device=device,
+            dtype=dtype,
+            attention_backend=backend,
+            compilation=self._resolved_compilation(device),
+        )
+
+    def _resolved_compilation(self, device: str) -> CompilationConfig:
+        compilation, limit = self.compilation, self.scheduler.max_num_batched_tokens
+        for size in compilation.compile_sizes:
+            if size > limit:
+                raise ConfigError(
+                    f"compile_sizes: no step has {size} tokens, as max_num_batched_tokens={limit}"
+                )
+        compile = compilation.compile
+        if compilation.enforce_eager:
+            compile = "none"
+        elif compile == "auto":
+            # Sizes or strictness only make sense for a compiled model: asking for them asks for it.
+            wanted = device == "cuda" or compilation.compile_sizes or compilation.strict
+            compile = "inductor" if wanted else "none"
+        return dataclasses.replace(compilation, compile=compile)
 
 
 def _positive(name: str, value: object) -> None:

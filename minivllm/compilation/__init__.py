@@ -1,1 +1,1 @@
-"""Compiling a model in pieces: traced once, split at attention, each distinct piece compiled once."""
+"""Compiling a model in pieces: traced once, split at attention, distinct pieces compiled once."""

@@ -1,9 +1,9 @@
 """Keeps compiled pieces on disk, so that the second start loads what the first has compiled.
 
-An entry's name is a hash over everything that shapes its content: the graph (its signature), the size
-it was compiled for, the compiler's configuration, the versions of torch, triton and minivllm, the
-source text of the code that was traced, the device and its instruction set. Where things lie is not
-part of it: another home folder must not cost a compilation.
+An entry's name is a hash over everything that shapes its content: the graph (its signature), the
+size it was compiled for, the compiler's configuration, the versions of torch, triton and minivllm,
+the source text of the code that was traced, the device and its instruction set. Where things lie is
+not part of it: another home folder must not cost a compilation.
 
 An entry is written beside its place and renamed, so nobody ever reads half of one; and one that
 cannot be read costs a compilation and a line in the log, never an error and never a wrong token.

@@ -1,8 +1,8 @@
 """Two ways to make a callable of a piece: run its operations as they are, or let Inductor compile.
 
-`eager` is for looking and for finding faults: same pieces, same splits, nothing generated. `inductor`
-fuses chains of operations into kernels. Both are given the same graph and the same example inputs,
-and give back a function of the piece's inputs that returns the tuple of its outputs.
+`eager` is for looking and for finding faults: same pieces, same splits, nothing generated.
+`inductor` fuses chains of operations into kernels. Both are given the same graph and the same
+example inputs, and give back a function of the piece's inputs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import fx
@@ -64,6 +64,7 @@ class InductorCompiler:
         """See `Compiler`."""
         from torch._inductor import standalone_compile
 
+        shapes: Literal["from_graph", "from_example_inputs"]
         shapes = "from_graph" if dynamic else "from_example_inputs"
         # A packed weight has no strides to assert.
         with torch._inductor.config.patch(size_asserts=False):

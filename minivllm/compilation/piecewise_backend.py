@@ -6,10 +6,10 @@ graph with other parameters, and parameters are inputs, so a signature (`signatu
 there are only three to compile: what comes before the first attention, what lies between two, and
 what comes after the last.
 
-Each distinct piece is compiled for the general shape, in which the number of tokens is a symbol, and,
-on first need or at the start, for chosen sizes, in which it is a constant. The general one serves
-everything else. Neither records anything nor knows of other ranks: that is the business of whoever
-wraps the pieces.
+Each distinct piece is compiled for the general shape, in which the number of tokens is a symbol,
+and, on first need, for chosen sizes, in which it is a constant. The general one serves everything
+else. Neither records anything nor knows of other ranks: that is the business of whoever wraps the
+pieces.
 """
 
 from __future__ import annotations
@@ -142,9 +142,7 @@ class PiecewiseBackend:
         self.stitched: fx.GraphModule | None = None
         self.example_inputs: list[Any] = []
 
-    def __call__(
-        self, graph: fx.GraphModule, example_inputs: Sequence[Any]
-    ) -> Callable[..., Any]:
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Splits and compiles.
 
         Args:
@@ -259,7 +257,7 @@ def _at_size(examples: Sequence[Any], num_tokens: int) -> list[Any]:
         if not isinstance(value, torch.SymInt):
             return value
         expression = value.node.expr
-        return int(expression.subs({symbol: num_tokens for symbol in expression.free_symbols}))
+        return int(expression.subs(dict.fromkeys(expression.free_symbols, num_tokens)))
 
     def example_at(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:

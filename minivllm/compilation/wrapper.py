@@ -2,25 +2,66 @@
 
 `torch.compile` guards every call: before it runs the compiled code it checks that nothing it relied
 on has changed. The engine promises that only the number of tokens changes, so after the one trace
-Dynamo is left out altogether: the split graph is called directly, with the parameters it was traced
-with. That is fast, and it is a promise: a branch on the number of tokens in a model's forward would
-silently keep the side it was traced on. `strict=True` keeps Dynamo and its guards on shapes, and turns
-a broken promise into an error.
+Dynamo is left out altogether: the split graph is called directly, with the parameters it was
+traced with. That is fast, and it is a promise: a branch on the number of tokens in a model's forward
+would silently keep the side it was traced on. `strict=True` keeps Dynamo and its guards on shapes,
+and turns a broken promise into an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from minivllm.compilation.cache import ArtifactCache
+from minivllm.compilation.compilers import EagerCompiler, InductorCompiler
 from minivllm.compilation.piecewise_backend import PiecewiseBackend
+from minivllm.compilation.splitting import check_splitting_ops
+from minivllm.config import EngineConfig
 from minivllm.errors import ModelError
+from minivllm.forward_context import ForwardContext, set_forward_context
+from minivllm.layers.attention import Attention
+from minivllm.models.source import cache_root
+
+Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Not 0 or 1, which Dynamo takes for constants, and unlikely to be a dimension of any model.
 _TRACED_TOKENS = 61
+
+
+def compile_model(
+    model: nn.Module, config: EngineConfig, attention_layers: Mapping[str, Attention]
+) -> Forward:
+    """Compiles a model as the configuration says.
+
+    Args:
+        model: Loaded, and packed if it is going to be.
+        config: Resolved.
+        attention_layers: The model's, by name.
+
+    Returns:
+        What to call instead of the model; the model itself for `compile="none"`.
+
+    Raises:
+        ConfigError: A splitting operation does not exist.
+        ModelError: The model cannot be traced as one graph.
+    """
+    options = config.compilation
+    if options.compile == "none":
+        return model
+    check_splitting_ops(options.splitting_ops)
+    compiler = InductorCompiler() if options.compile == "inductor" else EagerCompiler()
+    cache = None
+    if options.compile_cache:
+        cache = ArtifactCache(cache_root() / "compiled", {"device": config.device})
+    backend = PiecewiseBackend(compiler, options.splitting_ops, options.compile_sizes, cache)
+    compiled = CompiledModel(model, backend, options.strict)
+    with set_forward_context(ForwardContext(None, attention_layers)):
+        compiled.trace(torch.device(config.device))
+    return compiled
 
 
 class CompiledModel:
@@ -46,6 +87,7 @@ class CompiledModel:
         self._token_inputs: list[tuple[int, int]] = []
         self._size_inputs: list[int] = []
 
+    @torch.inference_mode()
     def trace(self, device: torch.device) -> None:
         """Traces and compiles, with made-up tokens; call it inside a forward context without data.
 

@@ -147,6 +147,7 @@ class EngineCore:
         """Counters since the start and the state of the pool, as a plain nested dict."""
         pool = self.kv_cache.pool
         return {
+            "compilation": self.runner.compilation_stats(),
             "scheduler": {
                 **dataclasses.asdict(self.scheduler.stats),
                 "num_running": len(self.scheduler.running),

@@ -34,6 +34,12 @@ class LLM:
         max_num_batched_tokens: Token budget of a step.
         max_num_seqs: Most sequences that run at the same time.
         enable_prefix_caching: Reuse the KV blocks of equal prefixes.
+        compile: `inductor`, `eager` (the pieces as they are), `none`, or `auto`: inductor on a GPU.
+        compile_sizes: Numbers of tokens to compile for exactly, beside the general shape.
+        splitting_ops: Operations at which the model is split, and that are not compiled.
+        strict: Fail, rather than compute something else, if the model branches on a size.
+        compile_cache: Keep compiled pieces on disk for the next start.
+        enforce_eager: Compile nothing; the same as `compile="none"`.
         seed: For random weights, and for requests without a seed of their own.
 
     Raises:
@@ -56,6 +62,12 @@ class LLM:
         max_num_batched_tokens: int = 8192,
         max_num_seqs: int = 256,
         enable_prefix_caching: bool = True,
+        compile: str = "auto",
+        compile_sizes: Sequence[int] = (),
+        splitting_ops: Sequence[str] = ("minivllm::attention_with_output",),
+        strict: bool = False,
+        compile_cache: bool = True,
+        enforce_eager: bool = False,
         seed: int = 0,
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "model")}

@@ -78,8 +78,8 @@ def _attention_without_data(
     """For tracing: nothing is returned, so there is no shape to say."""
 
 
-# Defined by hand rather than by `torch.library.custom_op`, whose wrapper costs more than the op. The
-# library object must live as long as the op. That `output` is written is part of the schema: an
+# Defined by hand rather than by `torch.library.custom_op`, whose wrapper costs more than the op.
+# The library object must live as long as the op. That `output` is written is part of the schema: an
 # effect that is not declared, of an op without a used result, is removed as dead code.
 _library = torch.library.Library("minivllm", "FRAGMENT")
 _library.define(

@@ -8,11 +8,15 @@ from, and the sampler. It keeps the tokens it samples, so the next plan need not
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from minivllm.compilation.piecewise_backend import CompilationStats
+from minivllm.compilation.wrapper import CompiledModel, compile_model
 from minivllm.config import EngineConfig
 from minivllm.engine.request import Logprob
 from minivllm.engine.scheduler import NewRequestData, SchedulerOutput
@@ -84,6 +88,7 @@ class ModelRunner:
             self.device,
         )
         self.attention_layers = {layer.name: layer for layer in model.attention_layers()}
+        self.forward = compile_model(model, config, self.attention_layers)
         self.sampler = Sampler()
         self.requests: dict[str, RequestState] = {}
         self._free_rows = list(range(scheduler.max_num_seqs - 1, -1, -1))
@@ -112,6 +117,12 @@ class ModelRunner:
             request.num_computed_tokens += plan.num_scheduled_tokens[request.request_id]
         return output
 
+    def compilation_stats(self) -> dict[str, Any]:
+        """What has been compiled, as a plain dict; all zeros if nothing is."""
+        if isinstance(self.forward, CompiledModel):
+            return dataclasses.asdict(self.forward.backend.stats)
+        return dataclasses.asdict(CompilationStats())
+
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:
         """Runs the largest step without attention, so that the memory it takes can be measured.
@@ -123,7 +134,7 @@ class ModelRunner:
         input_ids = self.buffers.input_ids.device[:num_tokens]
         positions = self.buffers.positions.device[:num_tokens]
         with set_forward_context(ForwardContext(None, self.attention_layers)):
-            hidden = self.model(input_ids, positions)
+            hidden = self.forward(input_ids, positions)
         num_seqs = min(num_seqs, num_tokens)
         params = SamplingParams(top_p=0.5, top_k=50, min_p=0.1)
         states = [
@@ -185,7 +196,7 @@ class ModelRunner:
 
     def _forward(self, inputs: ModelInputs) -> torch.Tensor:
         with set_forward_context(ForwardContext(inputs.attn_metadata, self.attention_layers)):
-            return self.model(inputs.input_ids, inputs.positions)
+            return self.forward(inputs.input_ids, inputs.positions)
 
     def _sample(
         self, batch: list[RequestState], query_lens: np.ndarray, hidden: torch.Tensor

@@ -3,13 +3,14 @@
 `torch.compile` guards every call: before it runs the compiled code it checks that nothing it relied
 on has changed. The engine promises that only the number of tokens changes, so after the one trace
 Dynamo is left out altogether: the split graph is called directly, with the parameters it was
-traced with. That is fast, and it is a promise: a branch on the number of tokens in a model's forward
-would silently keep the side it was traced on. `strict=True` keeps Dynamo and its guards on shapes,
-and turns a broken promise into an error.
+traced with. That is fast, and it is a promise: a branch on the number of tokens in a model's
+forward would silently keep the side it was traced on. `strict=True` keeps Dynamo and its guards on
+shapes, and turns a broken promise into an error.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -77,7 +78,7 @@ class CompiledModel:
         self.backend = backend
         self.strict = strict
         self._compiled = torch.compile(
-            model.forward,
+            _with_own_code(model.forward),
             backend=backend,
             fullgraph=True,
             dynamic=False,  # only what is marked below is a symbol
@@ -101,7 +102,9 @@ class CompiledModel:
         for tensor in inputs:
             torch._dynamo.mark_dynamic(tensor, 0)
         try:
-            self._compiled(*inputs)
+            # A size is at least 2 for the tracer, unless it is told that one token may come, too.
+            with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+                self._compiled(*inputs)
         except torch._dynamo.exc.Unsupported as error:
             raise ModelError(f"the model cannot be traced as one graph: {error}") from error
         self._bind(inputs)
@@ -109,14 +112,25 @@ class CompiledModel:
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The model's forward: `[num_tokens]` each, to `[num_tokens, hidden_size]`."""
         if self.strict:
-            with torch.compiler.set_stance("fail_on_recompile"):
-                return self._compiled(input_ids, positions)
+            return self._call_strictly(input_ids, positions)
         arguments = self._arguments.copy()
         for index in self._size_inputs:
             arguments[index] = input_ids.shape[0]
         for index, which in self._token_inputs:
             arguments[index] = positions if which else input_ids
         return self._run(*arguments)[0]
+
+    def _call_strictly(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        try:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                return self._compiled(input_ids, positions)
+        except RuntimeError as error:
+            if "fail_on_recompile" not in str(error):
+                raise
+            raise ModelError(
+                f"the model branches on the number of tokens: a step of {input_ids.shape[0]} takes "
+                f"another side than the trace: {error}"
+            ) from error
 
     @property
     def _run(self) -> Callable[..., Any]:
@@ -133,6 +147,23 @@ class CompiledModel:
                         self._token_inputs.append((index, which))
             else:
                 self._size_inputs.append(index)
+
+
+def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a method that Dynamo does not know yet.
+
+    Dynamo keeps what it has traced with a function's code object, which all models of a class
+    share, and gives up after eight: the ninth engine of a process would not be compiled.
+    """
+    function = forward.__func__  # type: ignore[attr-defined]
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    return types.MethodType(copy, forward.__self__)  # type: ignore[attr-defined]
 
 
 def _no_guards(guards: list[Any]) -> list[bool]:

@@ -1,0 +1,450 @@
+"""Tracing once, splitting at attention, compiling each distinct piece once; and what breaks it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minivllm import LLM, SamplingParams
+from minivllm.compilation.compilers import EagerCompiler, InductorCompiler
+from minivllm.compilation.piecewise_backend import PiecewiseBackend
+from minivllm.compilation.signature import graph_signature
+from minivllm.compilation.splitting import split_graph
+from minivllm.compilation.wrapper import CompiledModel
+from minivllm.errors import ConfigError, ModelError
+from minivllm.models.source import find_model
+
+ATTENTION = "minivllm::attention_with_output"
+ALL_TINY = ["tiny", "tiny-mistral", "tiny-qwen2", "tiny-qwen3"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+# Test operations: one to split at, and one that does something that its schema does not say.
+_library = torch.library.Library("minivllm_test", "FRAGMENT")
+_library.define("split_here(Tensor x, Tensor(a!) out) -> ()")
+_library.define("secret_effect(Tensor x) -> ()")
+_effects: list[int] = []
+
+
+def _double(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x * 2)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("split_here", _double, _key)
+    _library.impl("secret_effect", lambda x: _effects.append(x.shape[0]), _key)
+_library._register_fake("split_here", lambda x, out: None)
+_library._register_fake("secret_effect", lambda x: None)
+SPLIT = "minivllm_test::split_here"
+
+
+def split_here(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    torch.ops.minivllm_test.split_here(x, out)
+    return out
+
+
+class Small(nn.Module):
+    """Anything with a model's interface: token ids and positions in, something per token out."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.body(input_ids.float(), positions.float())
+
+
+def compile_small(
+    body: Any, compiler: Any = None, strict: bool = False, sizes: tuple[int, ...] = ()
+) -> CompiledModel:
+    backend = PiecewiseBackend(compiler or EagerCompiler(), [SPLIT], sizes)
+    model = CompiledModel(Small(body), backend, strict)
+    model.trace(torch.device("cpu"))
+    return model
+
+
+def run_small(model: CompiledModel, num_tokens: int) -> torch.Tensor:
+    with torch.inference_mode():
+        ids = torch.arange(num_tokens, dtype=torch.int32)
+        return model(ids, torch.ones(num_tokens, dtype=torch.int64))
+
+
+# ------------------------------------------------------------------------------- the whole engine
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(512) for _ in range(n)] for n in (1, 2, 3, 17, 40, 100)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+def make_llm(preset: str, compile: str, device: str = "cpu", **options: Any) -> LLM:
+    return LLM(
+        f"random:{preset}",
+        device=device,
+        dtype="float32",
+        compile=compile,
+        max_model_len=256,
+        num_kv_blocks=64,
+        max_num_batched_tokens=48,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory):
+    """One cache for the module: equal pieces of other tests are loaded, not compiled again."""
+    folder = tmp_path_factory.mktemp("artifacts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minivllm.compilation.wrapper.cache_root", lambda: folder)
+        yield folder
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("preset", ALL_TINY)
+def test_every_way_of_running_gives_the_same_tokens(
+    preset: str, device: str, artifacts: Path
+) -> None:
+    expected = generate(make_llm(preset, "none", device))
+    assert generate(make_llm(preset, "eager", device)) == expected
+    assert generate(make_llm(preset, "inductor", device)) == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_real_run_traces_once_and_compiles_three_pieces(device: str) -> None:
+    torch._dynamo.utils.counters.clear()
+    llm = make_llm("tiny", "eager", device)
+    generate(llm)
+    for num_tokens in (1, 2, 3, 17, 48):
+        llm.generate([list(range(num_tokens))], SamplingParams(max_tokens=1))
+    stats = llm.stats()["compilation"]
+    assert stats["num_graphs"] == 1
+    assert stats["num_pieces"] == 4
+    assert stats["num_compilations"] == stats["num_distinct_pieces"] == 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_smollm2s_thirty_one_pieces_cost_three_compilations() -> None:
+    with LLM("smollm2", device="cpu", max_model_len=64, compile="eager") as llm:
+        stats = llm.stats()["compilation"]
+    assert (stats["num_pieces"], stats["num_compilations"]) == (31, 3)
+
+
+def test_attentions_output_is_passed_through_without_a_copy(artifacts: Path) -> None:
+    """The buffer that a piece allocates is the one that attention writes and the next one reads."""
+    llm = make_llm("tiny", "inductor")
+    runner = llm.engine.core.runner
+    assert isinstance(runner.forward, CompiledModel)
+    pieces = runner.forward.backend.pieces
+    written, read = [], []
+    for layer in runner.model.attention_layers():
+        attend = layer.attend
+
+        def spy(query, key, value, output, attend=attend):
+            written.append(output.data_ptr())
+            attend(query, key, value, output)
+
+        layer.attend = spy
+    for piece in pieces[1:]:
+        shapes = [getattr(value, "shape", ()) for value in piece.content.example_inputs]
+        (index,) = [i for i, s in enumerate(shapes) if len(s) == 3 and tuple(s[1:]) == (8, 64)]
+
+        def spy_piece(*args, piece=piece, index=index):
+            read.append(args[index].data_ptr())
+            return type(piece).__call__(piece, *args)
+
+        runner.forward.backend.stitched.__dict__[piece.name] = spy_piece
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+    assert written == read
+    assert len(written) == 3 * 2
+    for split in runner.forward.backend.splits:
+        assert not any("clone" in str(node.target) for node in split.graph.graph.nodes)
+
+
+def test_no_layer_name_is_inside_a_compiled_piece() -> None:
+    llm = make_llm("tiny", "eager")
+    forward = llm.engine.core.runner.forward
+    assert isinstance(forward, CompiledModel)
+    for split in forward.backend.splits:
+        constants = [a for n in split.graph.graph.nodes for a in n.args if isinstance(a, str)]
+        assert constants == ([] if not split.is_splitting else constants)
+        assert bool(constants) == split.is_splitting
+
+
+def test_chosen_sizes_are_compiled_on_first_need_and_used(artifacts: Path) -> None:
+    llm = make_llm("tiny", "inductor", compile_sizes=(1, 4))
+    forward = llm.engine.core.runner.forward
+    assert isinstance(forward, CompiledModel)
+    assert all(not content.exact for content in forward.backend.distinct.values())
+    assert generate(llm) == generate(make_llm("tiny", "none"))
+    assert all(1 in content.exact for content in forward.backend.distinct.values())
+
+
+# ------------------------------------------------------------------------------------- splitting
+
+
+def test_pieces_and_splits_alternate_and_keep_their_order() -> None:
+    model = compile_small(lambda x, p: split_here(split_here(x + p) * 3) - 1)
+    kinds = [split.is_splitting for split in model.backend.splits]
+    assert kinds == [False, True, False, True, False]
+    assert run_small(model, 3).tolist() == [11.0, 23.0, 35.0]
+
+
+def test_neighbouring_splitting_operations_share_a_piece() -> None:
+    def body(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        first, second = torch.empty_like(x), torch.empty_like(x)
+        torch.ops.minivllm_test.split_here(x, first)
+        torch.ops.minivllm_test.split_here(first, second)
+        return second + p
+
+    model = compile_small(body)
+    assert [split.is_splitting for split in model.backend.splits] == [False, True, False]
+    assert run_small(model, 3).tolist() == [1.0, 5.0, 9.0]
+
+
+def test_a_graph_without_splitting_operations_is_one_piece() -> None:
+    model = compile_small(lambda x, p: x * 2 + p)
+    assert len(model.backend.pieces) == 1
+    assert run_small(model, 2).tolist() == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("compiler", [EagerCompiler(), InductorCompiler()], ids=lambda c: c.name)
+def test_a_tuple_never_crosses_a_border_and_pieces_may_return_several_results(compiler) -> None:
+    def body(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        low, high = torch.stack((x, x + 10)).split(1)
+        middle = split_here(low)
+        return middle[0] + high[0] + p
+
+    model = compile_small(body, compiler)
+    assert run_small(model, 3).tolist() == [11.0, 14.0, 17.0]
+    first = model.backend.pieces[0].content
+    assert first.returns_tuple
+    assert not model.backend.pieces[1].content.returns_tuple
+
+
+def test_a_symbolic_size_is_passed_between_pieces_as_an_input() -> None:
+    model = compile_small(lambda x, p: split_here(x) + torch.zeros(x.shape[0]) + x.shape[0])
+    examples = model.backend.pieces[1].content.example_inputs
+    assert any(isinstance(value, torch.SymInt) for value in examples)
+    assert run_small(model, 5).tolist() == [5.0, 7.0, 9.0, 11.0, 13.0]
+
+
+# --------------------------------------------------------------------------------- equal pieces
+
+
+def traced(body: Any) -> PiecewiseBackend:
+    return compile_small(body).backend
+
+
+def test_layers_that_differ_in_parameters_alone_are_one_piece() -> None:
+    weights = [torch.full((1,), float(i)) for i in range(6)]
+
+    def body(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = split_here(torch.relu(x * weight)) + p
+        return x
+
+    backend = traced(body)
+    assert [len(backend.pieces), len(backend.distinct)] == [7, 3]
+    assert sorted(content.uses for content in backend.distinct.values()) == [1, 1, 5]
+
+
+def test_a_constant_that_differs_makes_another_piece() -> None:
+    def body(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        for i in range(4):
+            x = split_here(torch.relu(x) * (2.0 if i == 2 else 3.0))
+        return x + p
+
+    assert len(traced(body).distinct) == 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x, p: torch.relu(x) - p,
+        lambda x, p: torch.relu(p) + x,
+        lambda x, p: torch.relu(x) + p * 1.5,
+        lambda x, p: torch.sigmoid(x) + p,
+        lambda x, p: (torch.relu(x) + p).unsqueeze(0),
+    ],
+)
+def test_another_computation_has_another_signature(other: Any) -> None:
+    graphs = [traced(body).graph for body in (lambda x, p: torch.relu(x) + p, other)]
+    signatures = {graph_signature(graph) for graph in graphs if graph is not None}
+    assert len(signatures) == 2
+
+
+def test_names_do_not_matter_to_a_signature() -> None:
+    def one(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        long_name = torch.relu(x)
+        return long_name + p
+
+    graphs = [traced(body).graph for body in (one, lambda x, p: torch.relu(x) + p)]
+    assert len({graph_signature(graph) for graph in graphs if graph is not None}) == 1
+
+
+# --------------------------------------------------------------------------- promises and breaks
+
+
+def branching(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    return x + 1 if x.shape[0] > 8 else x - 1
+
+
+def test_a_branch_on_the_number_of_tokens_is_silently_frozen_by_default() -> None:
+    model = compile_small(branching)  # traced with more than 8 tokens
+    assert run_small(model, 20).tolist() == [i + 1.0 for i in range(20)]
+    assert run_small(model, 3).tolist() == [1.0, 2.0, 3.0], "without guards the other side is lost"
+
+
+def test_strict_makes_a_branch_on_the_number_of_tokens_an_error_that_names_it() -> None:
+    model = compile_small(branching, strict=True)
+    assert run_small(model, 20).tolist() == [i + 1.0 for i in range(20)]
+    with pytest.raises(ModelError, match=r"8.*x\.shape\[0\] > 8|x\.shape\[0\] > 8") as caught:
+        run_small(model, 3)
+    assert "test_piecewise.py" in str(caught.value)
+
+
+def test_strict_lets_a_model_without_branches_run_at_every_size() -> None:
+    model = compile_small(lambda x, p: split_here(x) + p, strict=True)
+    for num_tokens in (1, 2, 3, 17, 256):
+        assert run_small(model, num_tokens).tolist() == [2.0 * i + 1 for i in range(num_tokens)]
+    assert model.backend.stats.num_graphs == 1
+
+
+def test_an_effect_that_the_schema_does_not_declare_is_lost_inside_a_compiled_piece() -> None:
+    def body(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        torch.ops.minivllm_test.secret_effect(x)
+        return x + p
+
+    for compiler, expected in ((EagerCompiler(), [4]), (InductorCompiler(), [])):
+        model = compile_small(body, compiler)
+        _effects.clear()
+        run_small(model, 4)
+        # Inductor deletes an operation without a used result and without a declared effect.
+        assert _effects == expected
+
+
+def test_a_model_that_cannot_be_one_graph_is_refused_with_the_users_line() -> None:
+    def body(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 3:  # depends on data: two graphs
+            return x
+        return x + p
+
+    with pytest.raises(ModelError, match="cannot be traced as one graph") as caught:
+        compile_small(body)
+    assert "if x.sum() > 3" in str(caught.value)
+
+
+def test_an_unknown_splitting_operation_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no operation 'minivllm::nothing'.*attention_with_out"):
+        make_llm("tiny", "eager", splitting_ops=("minivllm::nothing",))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile": "fast"}, "compile='fast': expected one of"),
+        ({"compile_sizes": (0,), "compile": "eager"}, "compile_sizes=0"),
+        ({"compile_sizes": (64,), "compile": "eager"}, "no step has 64 tokens"),
+        ({"splitting_ops": (), "compile": "eager"}, "attention cannot be compiled"),
+        ({"enforce_eager": True, "compile": "inductor"}, "contradicts"),
+        ({"strict": True, "compile": "none"}, "no effect"),
+    ],
+)
+def test_an_impossible_choice_is_refused_when_the_engine_is_built(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_llm("tiny", **options)
+
+
+# ------------------------------------------------------------------------------------- the cache
+
+
+def start(folder: Path, **options: Any) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minivllm.compilation.wrapper.cache_root", lambda: folder)
+        llm = make_llm("tiny", "inductor", **options)
+    assert generate(llm) == generate(make_llm("tiny", "none"))
+    return llm.stats()["compilation"]
+
+
+def test_the_second_start_loads_what_the_first_has_compiled(artifacts: Path) -> None:
+    start(artifacts)
+    again = start(artifacts)
+    assert (again["num_compilations"], again["num_cache_hits"]) == (0, 3)
+
+
+def test_a_truncated_entry_costs_a_compilation_and_a_line_in_the_log(
+    artifacts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(artifacts)
+    folder = tmp_path / "compiled"
+    folder.mkdir()
+    # The newest three are this model's: cut one short.
+    files = sorted((artifacts / "compiled").iterdir())
+    for file in files:
+        (folder / file.name).write_bytes(file.read_bytes()[:1000])
+    stats = start(tmp_path)
+    assert (stats["num_compilations"], stats["num_cache_hits"]) == (3, 0)
+    assert sum("is damaged, compiling again" in r.message for r in caplog.records) == 3
+    assert start(tmp_path)["num_cache_hits"] == 3
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "compiled").write_text("a file where the folder should be")
+    assert start(tmp_path)["num_compilations"] == 3
+    assert sum("cannot keep a compiled piece" in r.message for r in caplog.records) == 3
+
+
+def test_every_factor_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minivllm.compilation import cache as module
+
+    def key(**factors: Any) -> str:
+        return module.ArtifactCache(Path("x"), factors).key("signature", 4)
+
+    keys = {key(), key(world_size=2), module.ArtifactCache(Path("x"), {}).key("other", 4)}
+    keys.add(module.ArtifactCache(Path("x"), {}).key("signature", None))
+    real = module.environment_factors()
+    for name in real:
+        monkeypatch.setattr(module, "environment_factors", lambda name=name: {**real, name: "?"})
+        keys.add(key())
+    assert len(keys) == 4 + len(real)
+    monkeypatch.setattr(module, "environment_factors", lambda: real)
+    moved = module.ArtifactCache(Path("elsewhere"), {}).key("signature", 4)
+    assert moved == key(), "where the cache lies must not matter"
+
+
+def test_a_changed_source_line_changes_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from minivllm.compilation import cache as module
+
+    before = module._source_hash()
+    package = Path(module.__file__).parent.parent
+    for name in ("models", "layers", "compilation"):
+        (tmp_path / name).mkdir()
+        for file in (package / name).glob("*.py"):
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "compilation" / "cache.py"))
+    assert module._source_hash() == before
+    with (tmp_path / "layers" / "norm.py").open("a") as file:
+        file.write("# another line\n")
+    assert module._source_hash() != before
+
+
+def test_the_models_own_graph_is_split_where_attention_is() -> None:
+    config = find_model("random:tiny").config
+    forward = make_llm("tiny", "eager").engine.core.runner.forward
+    assert isinstance(forward, CompiledModel)
+    assert forward.backend.graph is not None
+    _, pieces = split_graph(forward.backend.graph, {ATTENTION})
+    assert len(pieces) == 2 * config.num_hidden_layers + 1

@@ -401,7 +401,13 @@ def test_ctrl_c_ends_with_code_130_and_without_a_traceback(tmp_path: Path):
     pipe = tmp_path / "prompt"
     os.mkfifo(pipe)
     command = [sys.executable, "-m", "minivllm", "generate", "--prompt-file", str(pipe)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # A shell starts background jobs with the signal ignored, and children inherit that.
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     with open(pipe, "w"):  # opens only once the command is reading
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)

@@ -458,6 +458,13 @@ def test_filters_of_greedy_rows_cost_the_other_rows_nothing():
     assert not metadata.need_min_p
 
 
+def test_rows_without_top_p_do_not_make_the_others_sort_the_whole_vocabulary():
+    both = FakeRequest(SamplingParams(top_k=3, top_p=0.5))
+    top_p = FakeRequest(SamplingParams(top_p=0.5))
+    assert SamplingMetadata.build([FakeRequest(), both], 100, "cpu").top_p_within_top_k
+    assert not SamplingMetadata.build([both, top_p], 100, "cpu").top_p_within_top_k
+
+
 def test_the_callers_logits_are_not_modified():
     requests, logits = mixed_requests(50), random_logits(50, 300)
     before = logits.clone()

@@ -124,7 +124,7 @@ class IncrementalDetokenizer:
         """Length of the longest end of the text that begins a stop string."""
         if self._params.include_stop_str_in_output:
             return 0
-        longest = max(map(len, self._stop), default=1) - 1
+        longest = max(map(len, self._stop), default=0)
         for length in range(min(longest, len(self.text)), 0, -1):
             end = self.text[-length:]
             if any(stop.startswith(end) and stop != end for stop in self._stop):
@@ -207,8 +207,6 @@ class _DecodeWindow:
         else:
             return
         rest = self._decode(self._token_ids[first:])
-        if rest == "" and size <= _MAX_WINDOW_TOKENS:
-            return  # A lone space, which is no context: decoders strip it.
         num_pending = len(text) - len(self._shown)
         self._shown = rest[: max(0, len(rest) - num_pending)]
         del self._token_ids[:first]

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from minivllm.models.source import find_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from minivllm import LLM, SamplingParams, __version__
+from minivllm.models.source import find_model
 
 
 @dataclass(frozen=True)

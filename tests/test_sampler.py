@@ -619,8 +619,9 @@ def test_a_gpu_never_draws_a_token_of_probability_zero():
     probs = torch.rand(64, 151_936, generator=generator, device="cuda")
     probs[torch.rand(probs.shape, generator=generator, device="cuda") < 0.9] = 0.0
     probs /= probs.sum(dim=1, keepdim=True)
-    numbers = torch.rand(64, dtype=torch.float64, generator=generator, device="cuda")
-    numbers[:2] = torch.tensor([0.0, LARGEST_UNIFORM], dtype=torch.float64)
+    shape = all_levels(0.0, probs).shape
+    numbers = torch.rand(shape, dtype=torch.float64, generator=generator, device="cuda")
+    numbers[0], numbers[1] = 0.0, LARGEST_UNIFORM
     tokens = draw(probs, numbers)
     assert (probs.gather(1, tokens[:, None]) > 0).all()
     assert tokens.tolist() == draw(probs.cpu(), numbers.cpu()).tolist()

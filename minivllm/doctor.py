@@ -284,13 +284,16 @@ def _explain(config: EngineConfig, findings: dict[str, Finding]) -> list[Choice]
     if config.device == "cuda":
         dtype_reason = "tensor cores are fast in it, and models are published in it"
         backend_reason = f"triton {triton.detail}" if triton.ok else triton.detail
+        compile_reason = "compiled once, then every step is faster"
     else:
         dtype_reason = "exact, and not every CPU is fast in a shorter type"
         backend_reason = "the device is a CPU, on which Triton kernels are only interpreted"
+        compile_reason = "compiling takes longer than most programs run on a CPU"
     return [
         Choice("device", config.device, cuda.detail),
         Choice("dtype", config.dtype, dtype_reason),
         Choice("attention backend", config.attention_backend, backend_reason),
+        Choice("compile", config.compilation.compile, compile_reason),
     ]
 
 

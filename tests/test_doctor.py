@@ -12,14 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.config import EngineConfig
+from minivllm.config import CompilationConfig, EngineConfig
 from minivllm.doctor import Finding, Report, examine, print_report
 from minivllm.doctor_probes import CudaDevice, Machine
 from minivllm.errors import ConfigError
 
 GPU = CudaDevice("Test GPU", 80 * 2**30, 79 * 2**30, (9, 0))
 ON_CPU = EngineConfig("m", device="cpu", dtype="float32", attention_backend="torch")
-ON_GPU = EngineConfig("m", device="cuda", dtype="bfloat16", attention_backend="triton")
+ON_GPU = EngineConfig(
+    "m",
+    device="cuda",
+    dtype="bfloat16",
+    attention_backend="triton",
+    compilation=CompilationConfig(compile="inductor"),
+)
 
 
 @dataclass
@@ -261,8 +267,12 @@ def test_a_model_found_by_the_engine_is_one_the_doctor_calls_cached():
 
 def test_every_resolved_default_has_a_reason():
     found = report(gpu_machine(), ON_GPU)
-    chosen = {choice.option: choice.value for choice in found.choices}
-    assert chosen == {"device": "cuda", "dtype": "bfloat16", "attention backend": "triton"}
+    assert {choice.option: choice.value for choice in found.choices} == {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "attention backend": "triton",
+        "compile": "inductor",
+    }
     assert "Test GPU" in found.choices[0].reason
     assert all(choice.reason for choice in found.choices)
 

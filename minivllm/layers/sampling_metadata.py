@@ -6,6 +6,7 @@ pinned memory, and every decision that Python has to take later is a host value.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -229,12 +230,14 @@ def _penalties(requests: Sequence[SamplingRequest], device: torch.device | str) 
 def _penalty_entries(row: int, request: SamplingRequest) -> np.ndarray:
     """float64 `[4, num_tokens]`: row, token, repetition penalty, what is subtracted."""
     params = request.sampling_params
-    output, counts = np.unique(np.array(request.output_token_ids, np.int64), return_counts=True)
-    subtract = params.presence_penalty + params.frequency_penalty * counts
-    tokens = output
+    counts = Counter(request.output_token_ids)
+    unseen: set[int] = set()
     if params.repetition_penalty != 1.0:
-        unseen = np.setdiff1d(np.array(request.prompt_token_ids, np.int64), output)
-        tokens = np.concatenate([output, unseen])
-        subtract = np.concatenate([subtract, np.zeros(len(unseen))])
-    repetition = np.full(len(tokens), params.repetition_penalty)
-    return np.stack([np.full(len(tokens), float(row)), tokens, repetition, subtract])
+        unseen = set(request.prompt_token_ids) - counts.keys()
+    entries = np.zeros((4, len(counts) + len(unseen)))
+    entries[0] = row
+    entries[1] = [*counts, *unseen]
+    entries[2] = params.repetition_penalty
+    frequencies = np.array(list(counts.values()), np.float64)
+    entries[3, : len(counts)] = params.presence_penalty + params.frequency_penalty * frequencies
+    return entries

@@ -2,7 +2,7 @@
 
 Every slot holds the whole sequence of tokens up to the one written there, which is what keys and
 values depend on. The "model" is an integer function of all tokens before; it reads them from the
-cache, through the block table, so a wrong block, a stale block or a missing write gives other tokens.
+cache, through the block table, so a wrong block, a stale block or a missing write shows.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ SIZES = {
 }
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES, head_dim=32, tie_word_embeddings=True),
-    "llama-bias": LlamaConfig(**SIZES, attention_bias=True, rms_norm_eps=1e-5),
+    "llama-bias": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5),
     "qwen2": Qwen2Config(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
 }

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from minivllm.models.source import find_model
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -24,6 +23,7 @@ from transformers import (
 )
 
 from minivllm import LLM, RequestOutput, SamplingParams
+from minivllm.models.source import find_model
 
 TEXT = (Path(__file__).parent.parent / "LICENSE").read_text()
 SIZES = {

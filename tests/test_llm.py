@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 import torch
-from minivllm.models.presets import PRESETS
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError, InvalidRequestError, ModelError, OutOfMemoryError
+from minivllm.models.presets import PRESETS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 

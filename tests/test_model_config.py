@@ -7,17 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from minivllm.attention.torch_backend import TorchAttentionBackend
 from minivllm.config import ModelConfig, RopeScaling
 from minivllm.errors import ModelError
+from minivllm.layers.rotary import rotary_frequencies
+from minivllm.models.decoder import DecoderForCausalLM
 from minivllm.models.presets import PRESETS
 from minivllm.models.registry import SUPPORTED_ARCHITECTURES, config_from_hf
 
@@ -155,7 +161,28 @@ def test_the_scaling_of_llama_3_is_read_from_both_layouts(rope: dict[str, Any]) 
     assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 64)
 
 
-# The public files of the three models, as their makers wrote them.
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        LLAMA3,
+        {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192},
+        {**LLAMA3, "low_freq_factor": 0.5, "high_freq_factor": 8.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("theta", "head_dim"), [(5e5, 64), (1e4, 128), (1e6, 80)])
+def test_positions_turn_by_the_angles_that_transformers_computes(
+    theta: float, head_dim: int, scaling: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    raw = raw_config(rope_theta=theta, rope_scaling=scaling, head_dim=head_dim)
+    expected = LlamaRotaryEmbedding(as_transformers_reads(raw, tmp_path)).inv_freq
+    actual = rotary_frequencies(config_from_hf(raw))
+    assert actual.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=5e-7, atol=0)
+
+
+# The public files of the models, as their makers wrote them.
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -229,25 +256,49 @@ LLAMA32 = {
 }
 
 
-@pytest.mark.parametrize(
-    ("preset", "raw"),
-    [("smollm2-135m", SMOLLM2), ("qwen3-0.6b", QWEN3), ("llama-3.2-1b", LLAMA32)],
-)
+QWEN3_8B = QWEN3 | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "tie_word_embeddings": False,
+}
+PUBLIC = {
+    "smollm2-135m": (SMOLLM2, 134_515_008),
+    "qwen3-0.6b": (QWEN3, 596_049_920),
+    "llama-3.2-1b": (LLAMA32, 1_235_814_400),
+    "qwen3-8b": (QWEN3_8B, 8_190_735_360),
+}
+
+
+@pytest.mark.parametrize(("preset", "raw"), [(name, raw) for name, (raw, _) in PUBLIC.items()])
 def test_a_preset_is_what_the_public_config_gives(preset: str, raw: dict[str, Any]) -> None:
     assert config_from_hf(raw) == PRESETS[preset]
 
 
-@pytest.mark.parametrize(
-    ("preset", "billions"),
-    [("smollm2-135m", 0.1345), ("qwen3-0.6b", 0.596), ("llama-3.2-1b", 1.236), ("qwen3-8b", 8.191)],
-)
-def test_a_preset_has_as_many_parameters_as_the_model(preset: str, billions: float) -> None:
-    c = PRESETS[preset]
-    attention = 2 * c.hidden_size * (c.q_size + c.kv_size)
-    layer = attention + 3 * c.hidden_size * c.intermediate_size
-    embeddings = (1 if c.tie_word_embeddings else 2) * c.vocab_size * c.hidden_size
-    total = c.num_hidden_layers * layer + embeddings
-    assert total / 1e9 == pytest.approx(billions, rel=1e-3)
+def num_parameters(preset: str) -> int:
+    config = PRESETS[preset]
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    with torch.device("meta"):
+        backend = TorchAttentionBackend(*heads, block_size=16, scale=1.0)
+        model = DecoderForCausalLM(config, backend, max_model_len=16)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("preset", "count"), [(name, count) for name, (_, count) in PUBLIC.items()])
+def test_a_preset_has_exactly_the_parameters_of_the_public_model(preset: str, count: int) -> None:
+    assert num_parameters(preset) == count
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_has_as_many_parameters_as_transformers_gives_its_shape(preset: str) -> None:
+    config = PRESETS[preset]
+    shape = {name: getattr(config, name) for name in [*FULL, "tie_word_embeddings"]}
+    reference = AutoConfig.for_model(MODEL_TYPES[config.architecture], **shape)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(reference)
+    assert num_parameters(preset) == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -329,6 +380,8 @@ def test_a_mistral_that_says_nothing_of_a_window_has_one() -> None:
         ({"num_hidden_layers": True}, "num_hidden_layers=True, expected a positive integer"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6', expected a positive number"),
         ({"rope_theta": float("inf")}, "rope_theta=inf, expected a positive number"),
+        ({"rope_theta": 10**400}, "000, expected a positive number"),  # no float is as large
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan, expected a positive number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no', expected true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>': expected a token id or a list"),
         ({"bos_token_id": 1.5}, "bos_token_id=1.5: expected a token id"),
@@ -347,3 +400,37 @@ def test_a_key_that_is_missing_is_named(key: str) -> None:
     del raw[key]
     with pytest.raises(ModelError, match=f"config.json has no '{key}'"):
         config_from_hf(raw)
+
+
+# Each key with a value that it may have, so that another value is what a refusal is about.
+OPTIONAL = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "rope_scaling": {},
+    "rope_parameters": {},
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "hidden_act": "silu",
+    "layer_types": [],
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "partial_rotary_factor": 1.0,
+}
+WRONG = ["x", -1.5, [[]], [None], [{}], {"a": {}}]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+@pytest.mark.parametrize("key", [*SIZES, "architectures", *OPTIONAL])
+def test_a_value_of_the_wrong_type_is_one_clear_line_that_names_its_key(
+    key: str, wrong: object
+) -> None:
+    raw = raw_config("Qwen3ForCausalLM", **OPTIONAL, sliding_window=64) | {key: wrong}
+    with pytest.raises(ModelError) as caught:
+        config_from_hf(raw)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert key.removesuffix("s") in message

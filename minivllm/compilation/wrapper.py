@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as fx_config
 
 from minivllm.compilation.cache import ArtifactCache
 from minivllm.compilation.compilers import EagerCompiler, InductorCompiler
@@ -103,7 +104,7 @@ class CompiledModel:
             torch._dynamo.mark_dynamic(tensor, 0)
         try:
             # A size is at least 2 for the tracer, unless it is told that one token may come, too.
-            with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+            with fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
                 self._compiled(*inputs)
         except torch._dynamo.exc.Unsupported as error:
             raise ModelError(f"the model cannot be traced as one graph: {error}") from error

@@ -96,12 +96,25 @@ class GGUFFile:
             raise ModelError(f"{self.path} is damaged: it has no {key!r}")
         return self.fields[key]
 
+    def number(self, key: str, default: float | None = None) -> float:
+        """The value of a key that must be a number."""
+        value = self.required(key) if default is None else self.fields.get(key, default)
+        if not isinstance(value, int | float):
+            raise ModelError(f"{self.path}: {key}={value!r}, expected a number")
+        return float(value)
+
     def integer(self, key: str, default: int | None = None) -> int:
         """The value of a key that must be a positive number, one for all layers."""
         value = self.required(key) if default is None else self.fields.get(key, default)
         if not isinstance(value, int) or value < 1:
             raise ModelError(f"{self.path}: {key}={value!r}, expected a positive integer")
         return value
+
+    def shape(self, name: str) -> list[int]:
+        """A tensor's dimensions in torch's order."""
+        if name not in self.tensors:
+            raise ModelError(f"{self.path} is damaged: it has no tensor {name!r}")
+        return [int(size) for size in reversed(self.tensors[name].shape)]
 
     def dequantized(self, name: str) -> torch.Tensor:
         """A tensor in float32, its dimensions in torch's order."""
@@ -126,6 +139,12 @@ def convert_gguf(path: Path, folder: Path) -> None:
         OSError: The folder cannot be written to.
     """
     file = GGUFFile.open(path)
+    # First, for the later parts of a model have neither a configuration nor a tokenizer.
+    if (count := file.integer("split.count", 1)) > 1:
+        raise ModelError(
+            f"{path} is one of {count} parts of a model; join them first, for instance with "
+            "llama.cpp's 'llama-gguf-split --merge'"
+        )
     config = _hf_config(file)
     _check(file, config)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -140,21 +159,20 @@ def convert_gguf(path: Path, folder: Path) -> None:
 
 def _hf_config(file: GGUFFile) -> dict[str, Any]:
     name = file.required("general.architecture")
-    if name not in _ARCHITECTURES:
+    if name not in tuple(_ARCHITECTURES):  # equality, for a damaged one may be a list
         raise ModelError(
             f"{file.path}: architecture {name!r} is not supported; the supported ones are "
             f"{', '.join(_ARCHITECTURES)}"
         )
     architecture, model_type = _ARCHITECTURES[name]
-    if "token_embd.weight" not in file.tensors:
-        raise ModelError(f"{file.path} is damaged: it has no tensor 'token_embd.weight'")
     hidden_size = file.integer(f"{name}.embedding_length")
     num_heads = file.integer(f"{name}.attention.head_count")
     head_dim = file.integer(f"{name}.attention.key_length", hidden_size // num_heads)
+    _refuse_unsupported(file, name, head_dim)
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        "vocab_size": int(file.tensors["token_embd.weight"].shape[-1]),
+        "vocab_size": (file.shape("token_embd.weight") or [0])[0],
         "hidden_size": hidden_size,
         "intermediate_size": file.integer(f"{name}.feed_forward_length"),
         "num_hidden_layers": file.integer(f"{name}.block_count"),
@@ -163,9 +181,10 @@ def _hf_config(file: GGUFFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": file.integer(f"{name}.context_length"),
-        "rms_norm_eps": _short(file.required(f"{name}.attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": _short(file.number(f"{name}.attention.layer_norm_rms_epsilon")),
         "rope_parameters": _rope_parameters(file, name, head_dim),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.fields.get("tokenizer.ggml.eos_token_id"),
@@ -175,52 +194,56 @@ def _hf_config(file: GGUFFile) -> dict[str, Any]:
 
 def _check(file: GGUFFile, raw_config: Mapping[str, Any]) -> None:
     """Finds what would be wrong with the result before hours go into making it."""
-    if (count := file.fields.get("split.count", 1)) > 1:
-        raise ModelError(
-            f"{file.path} is one of {count} parts of a model; join them first, for instance with "
-            "llama.cpp's 'llama-gguf-split --merge'"
-        )
     try:
         config = config_from_hf(raw_config)
     except ModelError as error:
         raise ModelError(f"{file.path}: {error}") from error
-    num_tokens = len(file.required("tokenizer.ggml.tokens"))
-    if num_tokens > config.vocab_size:
-        raise ModelError(
-            f"{file.path} is damaged: {num_tokens} tokens, {config.vocab_size} embeddings"
-        )
-    for name, shape in _required_shapes(config):
-        if name not in file.tensors:
-            raise ModelError(f"{file.path} is damaged: it has no tensor {name!r}")
-        actual = [int(size) for size in reversed(file.tensors[name].shape)]
-        if actual != list(shape):
+    tokens = file.required("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or len(tokens) > config.vocab_size:
+        given = f"{len(tokens)}" if isinstance(tokens, list) else "no list of"
+        raise ModelError(f"{file.path} is damaged: {given} tokens, {config.vocab_size} embeddings")
+    surplus = dict.fromkeys(file.tensors)
+    for name, shape in _expected_shapes(config):
+        if file.shape(name) != shape:
             raise ModelError(
-                f"{file.path} is damaged: tensor {name!r} has shape {actual}, but the file's "
-                f"configuration asks for {list(shape)}"
+                f"{file.path} is damaged: tensor {name!r} has shape {file.shape(name)}, but the "
+                f"file's configuration asks for {shape}"
             )
+        del surplus[name]
+    surplus.pop(_ROPE_FACTORS, None)
+    if surplus:
+        raise ModelError(
+            f"{file.path}: tensor {next(iter(surplus))!r} has no place in a decoder of the Llama "
+            "family with the file's configuration"
+        )
 
 
-def _required_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors that every model of this configuration has, in torch's order of dimensions."""
+def _expected_shapes(config: ModelConfig) -> Iterator[tuple[str, list[int]]]:
+    """The tensors that a model of this configuration has, their dimensions in torch's order."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "attn_norm": (hidden,),
-        "attn_q": (config.q_size, hidden),
-        "attn_k": (config.kv_size, hidden),
-        "attn_v": (config.kv_size, hidden),
-        "attn_output": (hidden, config.q_size),
-        "ffn_norm": (hidden,),
-        "ffn_gate": (inner, hidden),
-        "ffn_up": (inner, hidden),
-        "ffn_down": (hidden, inner),
+    matrices = {
+        "attn_q": ([config.q_size, hidden], config.attention_bias),
+        "attn_k": ([config.kv_size, hidden], config.attention_bias),
+        "attn_v": ([config.kv_size, hidden], config.attention_bias),
+        "attn_output": ([hidden, config.q_size], config.attention_out_bias),
+        "ffn_gate": ([inner, hidden], config.mlp_bias),
+        "ffn_up": ([inner, hidden], config.mlp_bias),
+        "ffn_down": ([hidden, inner], config.mlp_bias),
     }
+    norms = {"attn_norm": [hidden], "ffn_norm": [hidden]}
     if config.qk_norm:
-        shapes |= {"attn_q_norm": (config.head_dim,), "attn_k_norm": (config.head_dim,)}
-    yield "token_embd.weight", (config.vocab_size, hidden)
-    yield "output_norm.weight", (hidden,)
+        norms |= {"attn_q_norm": [config.head_dim], "attn_k_norm": [config.head_dim]}
+    yield "token_embd.weight", [config.vocab_size, hidden]
+    yield "output_norm.weight", [hidden]
+    if not config.tie_word_embeddings:
+        yield "output.weight", [config.vocab_size, hidden]
     for i in range(config.num_hidden_layers):
-        for part, shape in shapes.items():
+        for part, shape in norms.items():
             yield f"blk.{i}.{part}.weight", shape
+        for part, (shape, has_bias) in matrices.items():
+            yield f"blk.{i}.{part}.weight", shape
+            if has_bias:
+                yield f"blk.{i}.{part}.bias", shape[:1]
 
 
 def _short(value: float) -> float:
@@ -229,12 +252,20 @@ def _short(value: float) -> float:
 
 
 def _rope_parameters(file: GGUFFile, name: str, head_dim: int) -> dict[str, Any]:
-    theta = float(file.fields.get(f"{name}.rope.freq_base", 10000.0))
+    theta = file.number(f"{name}.rope.freq_base", 10000.0)
+    if _ROPE_FACTORS not in file.tensors:
+        return {"rope_type": "default", "rope_theta": theta}
+    return _llama3_parameters(file, theta, head_dim)
+
+
+def _refuse_unsupported(file: GGUFFile, name: str, head_dim: int) -> None:
     plain = {
         "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0,  # of a linear scaling, if there is no type
         "rope.scale_linear": 1.0,  # its name in old files
         "rope.dimension_count": head_dim,
         "attention.sliding_window": 0,
+        "expert_count": 0,
     }
     for key, expected in plain.items():
         value = file.fields.get(f"{name}.{key}", expected)
@@ -242,9 +273,6 @@ def _rope_parameters(file: GGUFFile, name: str, head_dim: int) -> dict[str, Any]
             raise ModelError(
                 f"{file.path}: {name}.{key}={value!r} is not supported, only {expected!r}"
             )
-    if _ROPE_FACTORS not in file.tensors:
-        return {"rope_type": "default", "rope_theta": theta}
-    return _llama3_parameters(file, theta, head_dim)
 
 
 def _llama3_parameters(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
@@ -253,6 +281,8 @@ def _llama3_parameters(file: GGUFFile, theta: float, head_dim: int) -> dict[str,
     Only the factor differs between the published models; that the others are the usual ones is
     checked by computing all factors again.
     """
+    if file.shape(_ROPE_FACTORS) != [head_dim // 2]:
+        raise ModelError(f"{file.path}: {_ROPE_FACTORS} has not one factor for each frequency")
     stored = file.dequantized(_ROPE_FACTORS).double()
     parameters: dict[str, Any] = {
         "rope_type": "llama3",
@@ -266,7 +296,7 @@ def _llama3_parameters(file: GGUFFile, theta: float, head_dim: int) -> dict[str,
     wavelengths = 2 * math.pi * theta**exponents
     keep = ((8192 / wavelengths - 1.0) / 3.0).clamp(0.0, 1.0)
     expected = 1.0 / (keep + (1.0 - keep) / parameters["factor"])
-    if stored.shape != expected.shape or not torch.allclose(stored, expected, rtol=1e-3):
+    if not torch.allclose(stored, expected, rtol=1e-3):
         raise ModelError(f"{file.path}: its rope factors are not those of Llama 3")
     return parameters
 
@@ -305,16 +335,14 @@ def _hf_tensors(file: GGUFFile, config: Mapping[str, Any]) -> Iterator[tuple[str
         part = name.split(".")[2] if name.startswith("blk.") else ""
         if permuted and part in heads:
             tensor = _halves_rotated(tensor, heads[part])
-        yield _hf_name(name, file.path), tensor.to(torch.bfloat16).contiguous()
+        yield _hf_name(name), tensor.to(torch.bfloat16).contiguous()
 
 
-def _hf_name(name: str, path: Path) -> str:
+def _hf_name(name: str) -> str:
     parts = name.split(".")
-    if len(parts) == 2 and parts[0] in _TOP_LEVEL:
-        return f"{_TOP_LEVEL[parts[0]]}.{parts[1]}"
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _IN_LAYER:
+    if parts[0] == "blk":
         return f"model.layers.{parts[1]}.{_IN_LAYER[parts[2]]}.{parts[3]}"
-    raise ModelError(f"{path}: tensor {name!r} has no place in a decoder of the Llama family")
+    return f"{_TOP_LEVEL[parts[0]]}.{parts[1]}"
 
 
 def _halves_rotated(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -56,8 +56,10 @@ class _Vocabulary:
     def id_of(self, role: str) -> int | None:
         """The token that plays a role, such as `bos`."""
         token_id = self.get(f"{role}_token_id")
-        if token_id is not None and not 0 <= token_id < len(self.tokens):
-            raise ValueError(f"{role}_token_id={token_id}, but there are {len(self.tokens)} tokens")
+        if token_id is not None and token_id not in range(len(self.tokens)):
+            raise ValueError(
+                f"{role}_token_id={token_id!r}, but there are {len(self.tokens)} tokens"
+            )
         return token_id
 
     @property
@@ -93,8 +95,11 @@ def save_tokenizer(fields: Mapping[str, Any], path: Path, folder: Path) -> list[
             clean_up_tokenization_spaces=False,
             **{name: vocabulary.tokens[i] for name, i in roles.items() if i is not None},
         )
-        wrapped.chat_template = fields.get("tokenizer.chat_template")
-        ending = _ending_tokens(vocabulary, wrapped.chat_template or "")
+        template = fields.get("tokenizer.chat_template")
+        if not isinstance(template, str | None):
+            raise ValueError(f"chat_template={template!r}, expected a text")
+        wrapped.chat_template = template
+        ending = _ending_tokens(vocabulary, template or "")
     except Exception as error:  # the library raises plain Exception for lists that contradict
         raise ModelError(f"{path}: its tokenizer is damaged: {error!r}") from error
     wrapped.save_pretrained(folder)
@@ -102,7 +107,7 @@ def save_tokenizer(fields: Mapping[str, Any], path: Path, folder: Path) -> list[
 
 
 def _choose(choices: Mapping[str, Any], name: object, what: str, path: Path) -> Any:
-    if name not in choices:
+    if name not in tuple(choices):  # equality, for a damaged name may be a list
         raise ModelError(
             f"{path}: {what} {name!r} is not supported, only {', '.join(choices)}; use the model's "
             "original folder instead"

@@ -8,6 +8,7 @@ and nothing may be left over: a checkpoint that almost fits is an error that nam
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -121,11 +122,15 @@ def _files(folder: Path) -> list[Path]:
     else:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = [folder / name for name in sorted(set(weight_map.values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            names = sorted(set(weight_map.values()))
+            files = [folder / name for name in names]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{index} is damaged: {error!r}") from error
+        # An index is data from elsewhere: it must not lead out of the folder.
+        if outside := [name for name in names if os.path.basename(name) != name]:
+            raise ModelError(f"{index}: {outside[0]!r} is not the name of a file in this folder")
     for file in files:
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise ModelError(f"{file} does not exist; weights are read from safetensors files only")
     return files
 

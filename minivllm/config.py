@@ -17,6 +17,10 @@ from minivllm.errors import ConfigError, ModelError
 DType = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 DEVICES: tuple[str, ...] = ("auto", "cpu", "cuda")
+# Every buffer of a step is allocated at its largest size, and block ids are 32-bit numbers.
+_MAX_TOKENS_PER_STEP = 2**20
+_MAX_SEQS = 2**16
+_MAX_BLOCKS = 2**31 - 2
 COMPILERS: tuple[str, ...] = ("auto", "none", "eager", "inductor")
 ATTENTION_BACKENDS: tuple[str, ...] = ("auto", "torch", "triton")
 
@@ -142,7 +146,7 @@ class CacheConfig:
                 f"block_size={size!r}: expected a power of two from 1 to 256 (16 is a good choice)"
             )
         if self.num_kv_blocks is not None:
-            _positive("num_kv_blocks", self.num_kv_blocks)
+            _positive("num_kv_blocks", self.num_kv_blocks, _MAX_BLOCKS)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected "
@@ -163,8 +167,8 @@ class SchedulerConfig:
     max_num_seqs: int = 256
 
     def __post_init__(self) -> None:
-        _positive("max_num_batched_tokens", self.max_num_batched_tokens)
-        _positive("max_num_seqs", self.max_num_seqs)
+        _positive("max_num_batched_tokens", self.max_num_batched_tokens, _MAX_TOKENS_PER_STEP)
+        _positive("max_num_seqs", self.max_num_seqs, _MAX_SEQS)
 
 
 @dataclass(frozen=True)
@@ -219,9 +223,10 @@ class EngineConfig:
 
     Attributes:
         model: What the user named: alias, folder, file, hub name or `random:<preset>`.
-        device: `cpu` or `cuda`, decided.
-        dtype: Of weights, activations and KV cache, decided.
-        attention_backend: `torch` or `triton`, decided.
+        device: `cpu`, `cuda`, or `auto`: cuda where there is one.
+        dtype: Of weights, activations and KV cache: `float32`, `bfloat16`, `float16`, or `auto`:
+            float32 on a CPU, bfloat16 on a GPU.
+        attention_backend: `torch`, `triton`, or `auto`: triton on a GPU.
         max_model_len: Longest sequence (prompt and output) in tokens; None is as long as model and
             KV pool allow.
         seed: Of random weights, and of requests that bring no seed of their own.
@@ -243,8 +248,8 @@ class EngineConfig:
         _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         if self.max_model_len is not None:
             _positive("max_model_len", self.max_model_len)
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise ConfigError(f"seed={self.seed!r}: expected an integer of at least 0")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed!r}: expected an integer in [0, 2**63)")
 
     @classmethod
     def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
@@ -330,9 +335,11 @@ class EngineConfig:
         return dataclasses.replace(compilation, compile=compile)
 
 
-def _positive(name: str, value: object) -> None:
+def _positive(name: str, value: object, limit: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}={value!r}: expected a positive integer")
+    if limit is not None and value > limit:
+        raise ConfigError(f"{name}={value!r}: expected at most {limit:,}")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

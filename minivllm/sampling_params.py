@@ -14,6 +14,8 @@ from numbers import Integral, Real
 
 from minivllm.errors import InvalidRequestError
 
+_MAX_N = 16384  # each completion is a request of its own
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -120,7 +122,7 @@ class SamplingParams:
         )
 
     def _check_ranges(self) -> None:
-        _check("n", self.n, self.n >= 1, "an integer of at least 1")
+        _check("n", self.n, 1 <= self.n <= _MAX_N, f"an integer from 1 to {_MAX_N}")
         _check(
             "temperature",
             self.temperature,

@@ -334,7 +334,7 @@ def test_a_broken_model_is_one_error_line(
         (("--token-ids", "1", "--num-kv-blocks", "2", "--max-model-len", "64"), ("KV blocks",)),
         (("--token-ids", ",".join("1" * 40), "--num-kv-blocks", "2"), ("40 tokens", "32")),
         (("--token-ids", "1", "--num-kv-blocks", str(10**9)), ("KV cache", "GiB")),
-        (("--token-ids", "1", "--num-kv-blocks", str(10**18)), ("KV cache", "GiB")),
+        (("--token-ids", "1", "--num-kv-blocks", str(10**18)), ("num_kv_blocks", "at most")),
         (("--token-ids", "1", "--max-model-len", str(10**9)), ("max_model_len",)),
         (("--token-ids", "1", "--device", "tpu"), ("device='tpu'",)),
         (("--token-ids", "1", "--dtype", "int8"), ("dtype='int8'",)),

@@ -181,6 +181,10 @@ BAD_CONFIGS = {
     "dtype": ({"dtype": "int8"}, "dtype='int8'"),
     "block size": ({"block_size": 12}, "block_size=12: expected a power of two"),
     "budget": ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0"),
+    "huge budget": ({"max_num_batched_tokens": 10**12}, "expected at most 1,048,576"),
+    "many sequences": ({"max_num_seqs": 10**9}, "max_num_seqs=1000000000: expected at most"),
+    "endless pool": ({"num_kv_blocks": 10**18}, "num_kv_blocks=1000000000000000000: expected at"),
+    "endless seed": ({"seed": 10**23}, "seed=100000000000000000000000: expected an integer in"),
     "utilisation": ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
     "too long": ({"max_model_len": 10**6}, "more than the model was made for"),
     "pool too small": ({"max_model_len": 64, "num_kv_blocks": 3}, "needs 4 KV blocks of 16"),
@@ -201,8 +205,8 @@ def test_a_missing_gpu_is_named() -> None:
 
 
 def test_a_pool_beyond_all_memory_is_one_clear_error() -> None:
-    with pytest.raises(OutOfMemoryError, match="a KV cache of 1000000000000 blocks takes"):
-        LLM("random:tiny", device="cpu", num_kv_blocks=10**12)
+    with pytest.raises(OutOfMemoryError, match="a KV cache of 1000000000 blocks takes"):
+        LLM("random:tiny", device="cpu", num_kv_blocks=10**9)
 
 
 def test_the_context_length_follows_the_pool_when_none_was_asked_for() -> None:

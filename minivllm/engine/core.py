@@ -69,7 +69,8 @@ class EngineCore:
         wanted_len = _wanted_model_len(config, source.config)
         with explain_out_of_memory("the weights"):
             model = _build_model(config, source, wanted_len)
-        self.runner = ModelRunner(config, model, wanted_len)
+        with explain_out_of_memory("the input buffers"):
+            self.runner = ModelRunner(config, model, wanted_len)
         num_blocks = choose_num_kv_blocks(config, source.config, self.runner, wanted_len)
         self.max_model_len = _fitting_model_len(config, num_blocks, wanted_len)
         with explain_out_of_memory("the KV cache"):

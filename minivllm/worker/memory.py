@@ -63,11 +63,13 @@ def allocate_kv_cache(config: EngineConfig, model: DecoderForCausalLM, num_block
     shape = layers[0].backend.kv_cache_shape(num_blocks + 1)
     dtype = getattr(torch, config.dtype)
     size = len(layers) * math.prod(shape) * dtype.itemsize
-    if config.device == "cpu" and size > _free_host_memory():
-        # The system would promise the memory, and kill us when the cache fills up.
+    free = _free_host_memory() if config.device == "cpu" else torch.cuda.mem_get_info()[0]
+    # Asked first, because a system promises host memory that it does not have, and ends the process
+    # when the cache fills up.
+    if size > free:
         raise OutOfMemoryError(
             f"a KV cache of {num_blocks} blocks takes {size / 2**30:.1f} GiB, but only "
-            f"{_free_host_memory() / 2**30:.1f} GiB are free; lower num_kv_blocks"
+            f"{free / 2**30:.1f} GiB are free; lower num_kv_blocks"
         )
     for layer in layers:
         layer.kv_cache = _zeros(shape, dtype, config.device)
@@ -89,7 +91,9 @@ def explain_out_of_memory(what: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(f"{what} do not fit into the GPU's memory: {error}") from error
+        # What torch says next is advice on an allocator mode whose memory other ranks cannot open.
+        reason = str(error).split(". ")[0]
+        raise OutOfMemoryError(f"{what} do not fit into the GPU's memory: {reason}") from error
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
             raise

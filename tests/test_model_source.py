@@ -183,6 +183,16 @@ def test_an_interrupted_conversion_leaves_nothing(
     assert find_model(file).folder is not None
 
 
+def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path: Path, cache: Path) -> None:
+    left, in_use = cache / ".gguf-0-v1-left", cache / ".gguf-0-v1-in-use"
+    for folder in (left, in_use):
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
+    os.utime(left, times=(time.time() - 25 * 3600,) * 2)
+    found = find_model(str(write_gguf(tmp_path / "m.gguf")))
+    assert {*cache.iterdir()} == {in_use, found.folder}
+
+
 def test_two_that_convert_at_once_get_the_same_folder(tmp_path, cache, monkeypatch) -> None:
     file = str(write_gguf(tmp_path / "m.gguf"))
     both_converted = threading.Barrier(2, timeout=60)

@@ -8,6 +8,7 @@ processes that convert at once, the second uses the first one's result.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from minivllm.models.registry import config_from_hf
 logger = logging.getLogger(__name__)
 
 _RANDOM = "random:"
+_ABANDONED_AFTER = 24 * 3600.0  # seconds without a new file in an unfinished folder
 _CONVERTER_VERSION = 1  # part of the cache key: a better converter must not find its old results
 
 # The default model: SmolLM2-135M-Instruct (Apache-2.0), packed in a wheel on PyPI.
@@ -218,6 +221,7 @@ def _build_folder(final: Path, build: Callable[[Path], None]) -> None:
     """Lets `build` fill a folder beside `final`, and renames it when it is complete."""
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(final.parent)
         temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
     except OSError as error:
         raise ModelError(
@@ -233,6 +237,14 @@ def _build_folder(final: Path, build: Callable[[Path], None]) -> None:
             raise ModelError(f"cannot write to the cache: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Removes the unfinished folders of processes that were killed."""
+    for folder in parent.glob(".gguf-*"):
+        with contextlib.suppress(OSError):  # another process may be removing it too
+            if time.time() - folder.stat().st_mtime > _ABANDONED_AFTER:
+                shutil.rmtree(folder)
 
 
 def _from_hub(name: str) -> Path:

@@ -5,7 +5,7 @@ can only serve as one padded batch. Both get the same weights, prompts and numbe
 greedily and ignore the end of sequence. The runs alternate, so that a noisy machine disturbs both;
 the ratio is taken within each pair and its median reported.
 
-    python benchmarks/generate.py --output benchmarks/results/generate-cpu.json
+    OMP_NUM_THREADS=1 python benchmarks/generate.py --output benchmarks/results/generate-cpu.json
 """
 
 from __future__ import annotations
@@ -82,13 +82,19 @@ def run_transformers(model: PreTrainedModel, case: Case) -> list[list[int]]:
 
 
 def timed(function: Callable[[], object], device: str) -> float:
+    """Seconds; of CPU time where one thread does all the work, since no other job disturbs that."""
+    clock = time.process_time if cpu_clock(device) else time.perf_counter
     if device == "cuda":
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clock()
     function()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
+
+
+def cpu_clock(device: str) -> bool:
+    return device == "cpu" and torch.get_num_threads() == 1
 
 
 def measure(llm: LLM, model: PreTrainedModel, case: Case, repeats: int, device: str) -> dict:
@@ -137,6 +143,7 @@ def main() -> None:
         "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "device": device_name(args.device),
         "threads": torch.get_num_threads(),
+        "clock": "CPU time" if cpu_clock(args.device) else "wall time",
         "versions": {
             "minivllm": __version__,
             "torch": torch.__version__,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from minivllm import LLM, SamplingParams
@@ -208,6 +212,51 @@ def test_neighbouring_splitting_operations_share_a_piece() -> None:
     assert run_small(model, 3).tolist() == [1.0, 5.0, 9.0]
 
 
+def test_an_allocation_alone_between_splits_moves_to_the_piece_before() -> None:
+    model = compile_small(lambda x, p: split_here(split_here(x + p)) + 1)
+    assert [split.is_splitting for split in model.backend.splits] == [False, True, False]
+    assert run_small(model, 3).tolist() == [5.0, 9.0, 13.0]
+
+
+def test_an_allocation_beside_a_computation_between_splits_stays() -> None:
+    model = compile_small(lambda x, p: split_here(split_here(x + p).relu()) + 1)
+    assert [s.is_splitting for s in model.backend.splits] == [False, True, False, True, False]
+    assert run_small(model, 3).tolist() == [5.0, 9.0, 13.0]
+
+
+@pytest.mark.parametrize("compiler", [EagerCompiler(), InductorCompiler()], ids=lambda c: c.name)
+def test_a_whole_shape_may_be_used_on_the_other_side_of_a_split(compiler) -> None:
+    def body(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([x, p]).relu()
+        return (split_here(both) + torch.ones(both.size()))[: x.shape[0]]
+
+    assert run_small(compile_small(body, compiler), 3).tolist() == [1.0, 3.0, 5.0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(["add", "relu", "split", "alloc", "tuple"]), max_size=12))
+def test_any_chain_of_operations_splits_in_order_and_computes_the_same(steps: list[str]) -> None:
+    def body(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        for step in steps:
+            if step == "add":
+                x = x + p
+            elif step == "relu":
+                x = torch.relu(x - 2)
+            elif step == "split":
+                x = split_here(x)
+            elif step == "alloc":
+                x = x + torch.empty_like(x).zero_()
+            else:
+                x = torch.stack((x, x + 1)).unbind(0)[1]
+        return x * 1
+
+    model = compile_small(body)
+    expected = body(torch.arange(5.0), torch.ones(5))
+    assert torch.equal(run_small(model, 5), expected)
+    kinds = [split.is_splitting for split in model.backend.splits]
+    assert all(a != b for a, b in pairwise(kinds)), "neighbours of one kind are one piece"
+
+
 def test_a_graph_without_splitting_operations_is_one_piece() -> None:
     model = compile_small(lambda x, p: x * 2 + p)
     assert len(model.backend.pieces) == 1
@@ -280,6 +329,32 @@ def test_another_computation_has_another_signature(other: Any) -> None:
     assert len(signatures) == 2
 
 
+def test_layers_whose_tables_differ_in_one_element_are_two_pieces() -> None:
+    tables = [torch.zeros(4000), torch.zeros(4000)]
+    tables[1][2000] = 1e-6
+
+    def signature(table: torch.Tensor) -> str:
+        graph, root = torch.fx.Graph(), nn.Module()
+        root.table = table
+        graph.output(graph.call_function(torch.relu, (graph.get_attr("table"),)))
+        return graph_signature(torch.fx.GraphModule(root, graph))
+
+    assert signature(tables[0]) != signature(tables[1])
+    assert signature(tables[0]) == signature(torch.zeros(4000))
+
+
+def test_which_input_bounds_a_slice_is_part_of_the_signature() -> None:
+    def signature(names: tuple[str, str], bound: int) -> str:
+        graph = torch.fx.Graph()
+        inputs = [graph.placeholder(name) for name in ("x", *names)]
+        index = (inputs[0], slice(None, inputs[bound], None))
+        graph.output(graph.call_function(operator.getitem, index))
+        return graph_signature(torch.fx.GraphModule(nn.Module(), graph))
+
+    assert signature(("m", "n"), 1) != signature(("n", "m"), 2)
+    assert signature(("m", "n"), 1) == signature(("a", "b"), 1)
+
+
 def test_names_do_not_matter_to_a_signature() -> None:
     def one(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         long_name = torch.relu(x)
@@ -339,6 +414,17 @@ def test_a_model_that_cannot_be_one_graph_is_refused_with_the_users_line() -> No
     with pytest.raises(ModelError, match="cannot be traced as one graph") as caught:
         compile_small(body)
     assert "if x.sum() > 3" in str(caught.value)
+
+
+def test_a_model_that_asks_for_one_number_of_tokens_is_refused_with_the_users_line() -> None:
+    def body(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 61:  # the size that is traced with
+            return x
+        return x + p
+
+    with pytest.raises(ModelError, match="ties the number of tokens to a constant") as caught:
+        compile_small(body)
+    assert "if x.shape[0] == 61" in str(caught.value)
 
 
 def test_an_unknown_splitting_operation_names_the_known_ones() -> None:

@@ -9,6 +9,7 @@ in which they appear, so that `s77` in one piece is `s3` in another.
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 from typing import Any
 
@@ -42,11 +43,19 @@ def example_value(node: fx.Node) -> Any:
 
 def _target(node: fx.Node, graph: fx.GraphModule) -> str:
     if node.op == "get_attr":  # a constant of the trace: its content counts, not its name
-        value = getattr(graph, str(node.target))
-        return f"{_describe_value(value)} {value!r}"
+        return _describe_constant(operator.attrgetter(str(node.target))(graph))
     if isinstance(node.target, str | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(node.target)
     return f"{node.target.__module__}.{node.target.__qualname__}"
+
+
+def _describe_constant(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    # Every byte: printed, a tensor is rounded to four digits and a long one cut in the middle, and
+    # two layers with different tables would share the code of the first.
+    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{_describe_value(value)} {hashlib.sha256(content).hexdigest()}"
 
 
 def _describe(value: Any, index_of: dict[fx.Node, int]) -> str:
@@ -54,6 +63,8 @@ def _describe(value: Any, index_of: dict[fx.Node, int]) -> str:
         return f"%{index_of[value]}"
     if isinstance(value, tuple | list):
         return f"[{', '.join(_describe(item, index_of) for item in value)}]"
+    if isinstance(value, slice):
+        return f"slice{_describe((value.start, value.stop, value.step), index_of)}"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{k}: {_describe(v, index_of)}' for k, v in value.items())}}}"
     return repr(value)

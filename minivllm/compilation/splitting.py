@@ -18,6 +18,8 @@ from torch.fx.passes.split_module import split_module
 
 from minivllm.errors import ConfigError
 
+_ALLOCATIONS = (torch.empty, torch.empty_like, "new_empty")
+
 
 @dataclass(frozen=True)
 class SplitPiece:
@@ -46,21 +48,7 @@ def split_graph(
     Returns:
         The stitching graph, which calls the pieces in order, and the pieces.
     """
-    part_of: dict[fx.Node, int] = {}
-    splitting_parts: set[int] = set()
-    part, inside_split = 0, False
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if node.op == "call_function" and node.target is operator.getitem:
-            part_of[node] = part_of.get(node.args[0], part)  # a tuple never leaves its piece
-            continue
-        is_split = op_name(node) in splitting_ops
-        if is_split != inside_split:
-            part, inside_split = part + 1, is_split
-        if is_split:
-            splitting_parts.add(part)
-        part_of[node] = part
+    part_of, splitting_parts = _assign_parts(graph, splitting_ops)
     stitched = split_module(graph, graph, lambda node: part_of[node], keep_original_order=True)
     pieces = [
         SplitPiece(name, module, int(name.removeprefix("submod_")) in splitting_parts)
@@ -68,6 +56,50 @@ def split_graph(
         if isinstance(module, fx.GraphModule)
     ]
     return stitched, pieces
+
+
+def _assign_parts(
+    graph: fx.GraphModule, splitting_ops: Collection[str]
+) -> tuple[dict[fx.Node, int], set[int]]:
+    """The part of each node, and which parts hold splitting operations."""
+    part_of: dict[fx.Node, int] = {}
+    splitting_parts: set[int] = set()
+    part, inside_split = 0, False
+    lone_allocations = _allocations_before_a_split(graph, splitting_ops)
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op == "call_function" and node.target is operator.getitem:
+            part_of[node] = part_of.get(node.args[0], part)  # a tuple never leaves its piece
+            continue
+        known_before = all(part_of.get(source, -1) < part for source in node.all_input_nodes)
+        if inside_split and node in lone_allocations and known_before:
+            # A piece of an allocation alone would be compiled, run and recorded for no work.
+            part_of[node] = part - 1
+            continue
+        is_split = op_name(node) in splitting_ops
+        if is_split != inside_split:
+            part, inside_split = part + 1, is_split
+        if is_split:
+            splitting_parts.add(part)
+        part_of[node] = part
+    return part_of, splitting_parts
+
+
+def _allocations_before_a_split(
+    graph: fx.GraphModule, splitting_ops: Collection[str]
+) -> set[fx.Node]:
+    """Allocations with nothing but allocations between them and the next splitting operation."""
+    found: set[fx.Node] = set()
+    before_split = False
+    for node in reversed(graph.graph.nodes):
+        if op_name(node) in splitting_ops:
+            before_split = True
+        elif node.target not in _ALLOCATIONS:
+            before_split = False
+        elif before_split:
+            found.add(node)
+    return found
 
 
 def op_name(node: fx.Node) -> str | None:

@@ -108,6 +108,11 @@ class CompiledModel:
                 self._compiled(*inputs)
         except torch._dynamo.exc.Unsupported as error:
             raise ModelError(f"the model cannot be traced as one graph: {error}") from error
+        except torch.fx.experimental.symbolic_shapes.ConstraintViolationError as error:
+            raise ModelError(
+                "the model's code ties the number of tokens to a constant, but it has to run at "
+                f"every number: {error}"
+            ) from error
         self._bind(inputs)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

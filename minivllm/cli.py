@@ -1,4 +1,4 @@
-"""The command `minivllm`: generate, chat, doctor.
+"""The command `minivllm`: generate, chat, inspect, doctor.
 
 Every mistake a user can make ends in one line, `error: ...`, on standard error and exit code 1
 (2 for a wrong option, 130 for Ctrl-C). A traceback means that minivllm itself is broken. Torch is
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -37,6 +37,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+inspect_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look inside.")
+app.add_typer(inspect_app, name="inspect")
 
 ENGINE_OPTIONS = OptionGroup(
     classes=(EngineConfig, CacheConfig, SchedulerConfig, CompilationConfig),
@@ -175,6 +178,36 @@ def chat(
                 failed = True
     if failed:
         raise typer.Exit(1)
+
+
+@inspect_app.command()
+@with_options(engine=ENGINE_OPTIONS)
+def pieces(
+    model: Model = "smollm2",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of a table.")
+    ] = False,
+    graph: Annotated[
+        Literal["text", "mermaid", "svg", "code"] | None,
+        typer.Option(help="Print the split graph, or the generated code, instead of the table."),
+    ] = None,
+    verbose: Verbose = False,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Show the pieces that a model is compiled in, and the graph that they were split from."""
+    if as_json and graph:
+        raise typer.BadParameter("--json holds the graphs already; give one of --json and --graph")
+    if engine["compile"] == "auto" and not engine["enforce_eager"]:
+        engine["compile"] = "inductor"  # on a CPU, too: there would be nothing to see otherwise
+    with _load(model, engine, verbose) as llm:
+        from minivllm.inspect.pieces import inspect_pieces, render_graph, render_table
+
+        report = inspect_pieces(llm)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        typer.echo(render_graph(report, graph) if graph else render_table(report))
 
 
 @app.command()

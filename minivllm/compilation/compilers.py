@@ -8,9 +8,11 @@ example inputs, and give back a function of the piece's inputs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from unittest import mock
 
 import torch
 from torch import fx
@@ -79,3 +81,14 @@ class InductorCompiler:
         from torch._inductor import CompiledArtifact
 
         return CompiledArtifact.load(path=str(path), format="binary")
+
+
+@contextmanager
+def generated_code() -> Iterator[list[str]]:
+    """Collects what Inductor generates, or loads, inside the `with` block: one text per graph."""
+    from torch._inductor.graph import GraphLowering
+
+    code: list[str] = []
+    # Inductor calls this with each text and does nothing in it: it is there to be replaced.
+    with mock.patch.object(GraphLowering, "save_output_code", code.append):
+        yield code

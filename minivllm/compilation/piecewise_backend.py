@@ -24,7 +24,12 @@ import torch
 from torch import fx
 
 from minivllm.compilation.cache import ArtifactCache
-from minivllm.compilation.compilers import CompiledPiece, Compiler, InductorCompiler
+from minivllm.compilation.compilers import (
+    CompiledPiece,
+    Compiler,
+    InductorCompiler,
+    generated_code,
+)
 from minivllm.compilation.signature import example_value, graph_signature
 from minivllm.compilation.splitting import SplitPiece, split_graph
 
@@ -65,6 +70,7 @@ class DistinctPiece:
         exact: Compiled for one number of tokens, by that number.
         uses: How many pieces of the model are this one.
         seconds: What the general shape took to compile or load.
+        code: What the compiler generated for the general shape; empty if it generates nothing.
     """
 
     signature: str
@@ -75,6 +81,7 @@ class DistinctPiece:
     exact: dict[int, CompiledPiece] = field(default_factory=dict)
     uses: int = 0
     seconds: float = 0.0
+    code: str = ""
 
 
 class Piece:
@@ -198,7 +205,9 @@ class PiecewiseBackend:
                 returns_tuple=isinstance(_returned(split.graph), tuple | list),
             )
             start = time.perf_counter()
-            content.general = self._compile(content, content.example_inputs, None)
+            with generated_code() as code:
+                content.general = self._compile(content, content.example_inputs, None)
+            content.code = "\n".join(code)
             content.seconds = time.perf_counter() - start
             self.distinct[signature] = content
         self.distinct[signature].uses += 1

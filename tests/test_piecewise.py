@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minivllm import LLM, SamplingParams
-from minivllm.compilation.compilers import EagerCompiler, InductorCompiler
+from minivllm.compilation.compilers import EagerCompiler, InductorCompiler, InductorPiece
 from minivllm.compilation.piecewise_backend import PiecewiseBackend
 from minivllm.compilation.signature import graph_signature
 from minivllm.compilation.splitting import split_graph
@@ -282,6 +282,56 @@ def test_a_symbolic_size_is_passed_between_pieces_as_an_input() -> None:
     examples = model.backend.pieces[1].content.example_inputs
     assert any(isinstance(value, torch.SymInt) for value in examples)
     assert run_small(model, 5).tolist() == [5.0, 7.0, 9.0, 11.0, 13.0]
+
+
+# ------------------------------------------------------------------ what Inductor's pieces skip
+
+
+def returns_its_input(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    y = split_here(x)
+    return torch.cat((split_here(y + p), y, p))  # the middle piece passes its input on
+
+
+def returns_a_view_of_its_input(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    y = split_here(x)
+    view = y.unsqueeze(0)
+    return torch.cat((split_here(y + p), view[0]))
+
+
+def changes_its_input(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    y = split_here(x)
+    y.mul_(3)
+    return torch.cat((split_here(y + p), y))
+
+
+def uses_one_input_twice(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    return split_here(torch.stack((x, x)).sum(0)) + p
+
+
+@pytest.mark.parametrize(
+    "body",
+    [returns_its_input, returns_a_view_of_its_input, changes_its_input, uses_one_input_twice],
+)
+def test_a_piece_computes_the_same_with_and_without_torchs_wrappers(body: Any) -> None:
+    model = compile_small(body, InductorCompiler())
+    for num_tokens in (4, 1, 9, 4):  # the first call has decided what is skipped
+        x, p = torch.arange(float(num_tokens)), torch.ones(num_tokens)
+        assert torch.equal(run_small(model, num_tokens), body(x, p))
+
+
+def test_the_models_pieces_need_no_wrappers_and_skip_them(artifacts: Path) -> None:
+    for preset in ALL_TINY:
+        forward = make_llm(preset, "inductor").engine.core.runner.forward
+        assert isinstance(forward, CompiledModel)
+        generals = [content.general for content in forward.backend.distinct.values()]
+        skipped = [isinstance(g, InductorPiece) and g.is_direct for g in generals]
+        assert skipped == [True] * 3
+
+
+def test_a_piece_that_returns_its_input_keeps_its_wrappers() -> None:
+    model = compile_small(returns_its_input, InductorCompiler())
+    generals = [piece.content.general for piece in model.backend.pieces]
+    assert [g.is_direct for g in generals if isinstance(g, InductorPiece)].count(False) >= 1
 
 
 # --------------------------------------------------------------------------------- equal pieces

@@ -26,12 +26,17 @@ import torch
 
 from benchmarks.generate import device_name, timed
 from minivllm import LLM, SamplingParams, __version__
+from minivllm.config import FUSION_NAMES
 
 MODES = ("none", "eager", "inductor")
 
 
 def make_llm(model: str, device: str, dtype: str, mode: str) -> LLM:
-    return LLM(model, device=device, dtype=dtype, compile=mode, max_model_len=1024)
+    """Mode is a compiler, or a compiler and a fusion: `inductor+silu_mul`."""
+    compile, _, fusion = mode.partition("+")
+    fusions = (fusion,) if fusion else ()
+    sizes = {"max_model_len": 1024, "num_kv_blocks": 1024}  # several engines share the memory
+    return LLM(model, device=device, dtype=dtype, compile=compile, fusions=fusions, **sizes)
 
 
 def measure_start(model: str, device: str, dtype: str) -> dict:
@@ -66,9 +71,11 @@ def child(model: str, device: str, dtype: str) -> None:
     print(json.dumps({"start": seconds, **llm.stats()["compilation"]}))
 
 
-def measure_speed(model: str, device: str, dtype: str, repeats: int) -> list[dict]:
+def measure_speed(
+    model: str, device: str, dtype: str, repeats: int, modes: tuple[str, ...]
+) -> list[dict]:
     rng = random.Random(0)
-    engines = {mode: make_llm(model, device, dtype, mode) for mode in MODES}
+    engines = {mode: make_llm(model, device, dtype, mode) for mode in modes}
     lengths = [(rng.randint(16, 200), rng.randint(8, 40)) for _ in range(16)]
     cases = {"batch 1": [(32, 64)], "16 mixed prompts": lengths}
     rows = []
@@ -76,7 +83,7 @@ def measure_speed(model: str, device: str, dtype: str, repeats: int) -> list[dic
         prompts = [[rng.randrange(3, 1000) for _ in range(n)] for n, _ in sizes]
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in sizes]
         tokens = sum(n for _, n in sizes)
-        times: dict[str, list[float]] = {mode: [] for mode in MODES}
+        times: dict[str, list[float]] = {mode: [] for mode in modes}
         for repeat in range(repeats + 1):
             for mode, llm in engines.items():
                 llm.engine.core.kv_cache.pool.reset_index()
@@ -85,8 +92,11 @@ def measure_speed(model: str, device: str, dtype: str, repeats: int) -> list[dic
                     times[mode].append(seconds)
         row = {"case": name}
         row |= {f"{m}_tokens_per_s": tokens / statistics.median(t) for m, t in times.items()}
-        pairs = zip(times["none"], times["inductor"])
-        row["inductor_over_none"] = statistics.median(n / i for n, i in pairs)
+        for mode in modes[1:]:
+            # A fusion is compared with what Inductor does by itself.
+            base = "inductor" if "+" in mode else "none"
+            ratios = [b / m for b, m in zip(times[base], times[mode])]
+            row[f"{mode}_over_{base}"] = statistics.median(ratios)
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
@@ -98,14 +108,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--fusions", action="store_true", help="each fusion pass, too")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child(args.model, args.device, args.dtype)
         return
+    modes = MODES + tuple(f"inductor+{name}" for name in FUSION_NAMES) * args.fusions
+    command = f"python -m benchmarks.compile --model {args.model} --device {args.device}"
     report = {
-        "command": f"python -m benchmarks.compile --model {args.model} --device {args.device}",
+        "command": command + " --fusions" * args.fusions,
         "device": device_name(args.device),
         "versions": {
             "minivllm": __version__,
@@ -113,7 +126,7 @@ def main() -> None:
             "python": platform.python_version(),
         },
         "start": measure_start(args.model, args.device, args.dtype),
-        "speed": measure_speed(args.model, args.device, args.dtype, args.repeats),
+        "speed": measure_speed(args.model, args.device, args.dtype, args.repeats, modes),
     }
     print(json.dumps(report["start"]))
     if args.output:

@@ -188,7 +188,7 @@ def pieces(
         bool, typer.Option("--json", help="Print one JSON document instead of a table.")
     ] = False,
     graph: Annotated[
-        Literal["text", "mermaid", "svg", "code"] | None,
+        Literal["text", "mermaid", "svg", "code", "fusions"] | None,
         typer.Option(help="Print the split graph, or the generated code, instead of the table."),
     ] = None,
     verbose: Verbose = False,

@@ -22,6 +22,7 @@ _MAX_TOKENS_PER_STEP = 2**20
 _MAX_SEQS = 2**16
 _MAX_BLOCKS = 2**31 - 2
 COMPILERS: tuple[str, ...] = ("auto", "none", "eager", "inductor")
+FUSION_NAMES: tuple[str, ...] = ("add_rms_norm", "silu_mul", "qk_norm_rope")
 ATTENTION_BACKENDS: tuple[str, ...] = ("auto", "torch", "triton")
 
 
@@ -184,6 +185,8 @@ class CompilationConfig:
         strict: Keep guards on shapes: a model that branches on the number of tokens fails instead
             of silently keeping the branch it was traced on.
         compile_cache: Keep compiled pieces on disk for the next start.
+        fusions: Chains of operations that Inductor is given as one: `add_rms_norm`, `silu_mul`,
+            `qk_norm_rope`. It fuses them by itself, so none is on by default.
         enforce_eager: The same as `compile="none"`, under vLLM's name.
     """
 
@@ -192,14 +195,18 @@ class CompilationConfig:
     splitting_ops: tuple[str, ...] = ("minivllm::attention_with_output",)
     strict: bool = False
     compile_cache: bool = True
+    fusions: tuple[str, ...] = ()
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         _one_of("compile", self.compile, COMPILERS)
         object.__setattr__(self, "compile_sizes", tuple(self.compile_sizes))
         object.__setattr__(self, "splitting_ops", tuple(self.splitting_ops))
+        object.__setattr__(self, "fusions", tuple(self.fusions))
         for size in self.compile_sizes:
             _positive("compile_sizes", size)
+        for name in self.fusions:
+            _one_of("fusions", name, FUSION_NAMES)
         if not self.splitting_ops:
             raise ConfigError(
                 "splitting_ops=(): attention cannot be compiled, so its operation must be one; "
@@ -208,6 +215,11 @@ class CompilationConfig:
         if self.enforce_eager and self.compile not in ("auto", "none"):
             raise ConfigError(
                 f"enforce_eager=True contradicts compile={self.compile!r}; give one of the two"
+            )
+        if self.fusions and (self.enforce_eager or self.compile in ("none", "eager")):
+            raise ConfigError(
+                f"fusions={self.fusions!r} are passes of Inductor's; choose compile='inductor', or "
+                "remove them"
             )
         off = self.enforce_eager or self.compile == "none"
         if off and (self.compile_sizes or self.strict):
@@ -329,8 +341,9 @@ class EngineConfig:
         if compilation.enforce_eager:
             compile = "none"
         elif compile == "auto":
-            # Sizes or strictness only make sense for a compiled model: asking for them asks for it.
-            wanted = device == "cuda" or compilation.compile_sizes or compilation.strict
+            # These only make sense for a compiled model: asking for them asks for it.
+            chosen = compilation.compile_sizes, compilation.strict, compilation.fusions
+            wanted = device == "cuda" or any(chosen)
             compile = "inductor" if wanted else "none"
         return dataclasses.replace(compilation, compile=compile)
 

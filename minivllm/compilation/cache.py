@@ -103,10 +103,12 @@ def environment_factors() -> dict[str, Any]:
 
 
 def _source_hash() -> str:
-    """Hash of all source text that is traced into a graph."""
+    """Hash of all source text that is traced into a graph, or that decides what becomes of it."""
     package = Path(__file__).parent.parent
     files: Sequence[Path] = sorted(
-        [*package.glob("models/decoder.py"), *package.glob("layers/*.py"), Path(__file__)]
+        file
+        for pattern in ("models/decoder.py", "layers/*.py", "compilation/*.py")
+        for file in package.glob(pattern)
     )
     digest = hashlib.sha256()
     for file in files:

@@ -11,11 +11,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from unittest import mock
 
 import torch
 from torch import fx
+
+if TYPE_CHECKING:
+    from minivllm.compilation.fusion import FusionPass
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +55,16 @@ class EagerCompiler:
 
 
 class InductorCompiler:
-    """Compiles with Inductor, and keeps the results on disk.
+    """Compiles with Inductor; the results can be written to disk.
 
     Args:
-        artifacts: Where compiled pieces are looked up and kept; None compiles anew at each start.
+        fusion_pass: Runs over each piece's graph before anything else does; None for none.
     """
 
     name = "inductor"
+
+    def __init__(self, fusion_pass: FusionPass | None = None) -> None:
+        self.fusion_pass = fusion_pass
 
     def compile(
         self, graph: fx.GraphModule, example_inputs: Sequence[Any], dynamic: bool
@@ -68,8 +74,10 @@ class InductorCompiler:
 
         shapes: Literal["from_graph", "from_example_inputs"]
         shapes = "from_graph" if dynamic else "from_example_inputs"
-        # A packed weight has no strides to assert.
-        with torch._inductor.config.patch(size_asserts=False):
+        options: dict[str, Any] = {"size_asserts": False}  # a packed weight has no strides
+        if self.fusion_pass is not None:
+            options["post_grad_custom_pre_pass"] = self.fusion_pass
+        with torch._inductor.config.patch(options):
             artifact = standalone_compile(graph, list(example_inputs), dynamic_shapes=shapes)
         return InductorPiece(artifact)
 

@@ -19,13 +19,14 @@ from torch import nn
 from torch.fx.experimental import _config as fx_config
 
 from minivllm.compilation.cache import ArtifactCache
-from minivllm.compilation.compilers import EagerCompiler, InductorCompiler
+from minivllm.compilation.compilers import Compiler, EagerCompiler, InductorCompiler
 from minivllm.compilation.piecewise_backend import PiecewiseBackend
 from minivllm.compilation.splitting import check_splitting_ops
 from minivllm.config import EngineConfig
 from minivllm.errors import ModelError
 from minivllm.forward_context import ForwardContext, set_forward_context
 from minivllm.layers.attention import Attention
+from minivllm.models.decoder import DecoderForCausalLM
 from minivllm.models.source import cache_root
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -35,7 +36,7 @@ _TRACED_TOKENS = 61
 
 
 def compile_model(
-    model: nn.Module, config: EngineConfig, attention_layers: Mapping[str, Attention]
+    model: DecoderForCausalLM, config: EngineConfig, attention_layers: Mapping[str, Attention]
 ) -> Forward:
     """Compiles a model as the configuration says.
 
@@ -55,15 +56,28 @@ def compile_model(
     if options.compile == "none":
         return model
     check_splitting_ops(options.splitting_ops)
-    compiler = InductorCompiler() if options.compile == "inductor" else EagerCompiler()
     cache = None
     if options.compile_cache:
-        cache = ArtifactCache(cache_root() / "compiled", {"device": config.device})
+        factors = {"device": config.device, "fusions": sorted(options.fusions)}
+        cache = ArtifactCache(cache_root() / "compiled", factors)
+    compiler = _make_compiler(model, config)
     backend = PiecewiseBackend(compiler, options.splitting_ops, options.compile_sizes, cache)
     compiled = CompiledModel(model, backend, options.strict)
     with set_forward_context(ForwardContext(None, attention_layers)):
         compiled.trace(torch.device(config.device))
     return compiled
+
+
+def _make_compiler(model: DecoderForCausalLM, config: EngineConfig) -> Compiler:
+    options = config.compilation
+    if options.compile == "eager":
+        return EagerCompiler()
+    if not options.fusions:
+        return InductorCompiler()
+    from minivllm.compilation.fusion import FusionPass
+
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    return InductorCompiler(FusionPass(options.fusions, model.config, dtype, device))
 
 
 class CompiledModel:

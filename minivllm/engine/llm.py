@@ -39,6 +39,7 @@ class LLM:
         splitting_ops: Operations at which the model is split, and that are not compiled.
         strict: Fail, rather than compute something else, if the model branches on a size.
         compile_cache: Keep compiled pieces on disk for the next start.
+        fusions: Chains of operations that Inductor is given as one; see `CompilationConfig`.
         enforce_eager: Compile nothing; the same as `compile="none"`.
         seed: For random weights, and for requests without a seed of their own.
 
@@ -67,6 +68,7 @@ class LLM:
         splitting_ops: Sequence[str] = ("minivllm::attention_with_output",),
         strict: bool = False,
         compile_cache: bool = True,
+        fusions: Sequence[str] = (),
         enforce_eager: bool = False,
         seed: int = 0,
     ) -> None:

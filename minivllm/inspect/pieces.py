@@ -22,15 +22,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import fx
 
+from minivllm.compilation.compilers import InductorCompiler
 from minivllm.compilation.piecewise_backend import PiecewiseBackend
 from minivllm.compilation.signature import example_value, graph_signature
 from minivllm.compilation.wrapper import CompiledModel
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from minivllm.compilation.fusion import FusedGraph
     from minivllm.engine.llm import LLM
 
-GraphFormat = Literal["text", "mermaid", "svg", "code"]
+GraphFormat = Literal["text", "mermaid", "svg", "code", "fusions"]
 
 # What Inductor's Python calls to do work: its own kernels, library calls, operations as they are.
 _LAUNCH = re.compile(
@@ -85,6 +87,8 @@ class PiecesReport:
         stitched: The graph that calls the pieces, as text.
         graphs: Each distinct graph as text, by signature.
         code: What was generated for each distinct computing piece, by signature.
+        fusions: What the fusion passes did to each graph that was compiled: its text before and
+            after, and how many chains of each kind were replaced.
     """
 
     model: str
@@ -95,6 +99,7 @@ class PiecesReport:
     stitched: str
     graphs: dict[str, str]
     code: dict[str, str]
+    fusions: list[FusedGraph]
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON can hold it."""
@@ -129,6 +134,7 @@ def inspect_pieces(llm: LLM) -> PiecesReport:
         stitched=str(backend.stitched.graph),
         graphs=graphs,
         code={signature: content.code for signature, content in backend.distinct.items()},
+        fusions=_fused_graphs(backend),
     )
 
 
@@ -154,16 +160,18 @@ def render_graph(report: PiecesReport, form: GraphFormat) -> str:
     Args:
         report: From `inspect_pieces`.
         form: `text` is the stitching graph and each distinct piece in FX's own words; `mermaid` and
-            `svg` are pictures, with equal layers drawn once; `code` is what the compiler wrote.
+            `svg` are pictures, with equal layers drawn once; `code` is what the compiler wrote;
+            `fusions` is each graph before and after the fusion passes.
 
     Raises:
-        ConfigError: There is no generated code, as pieces run as they are.
+        ConfigError: There is no generated code, as pieces run as they are; or no fusion pass ran.
     """
     renderers: dict[GraphFormat, Callable[[PiecesReport], str]] = {
         "text": _as_text,
         "mermaid": _as_mermaid,
         "svg": _as_svg,
         "code": _as_code,
+        "fusions": _as_fusions,
     }
     return renderers[form](report)
 
@@ -259,6 +267,25 @@ def _as_code(report: PiecesReport) -> str:
     if not any(report.code.values()):
         raise ConfigError(f"compile={report.compiler!r} generates no code; use compile='inductor'")
     return "\n\n".join(f"# graph {s[:10]}\n{code}" for s, code in report.code.items())
+
+
+def _as_fusions(report: PiecesReport) -> str:
+    if not report.fusions:
+        raise ConfigError(
+            "no fusion pass ran: choose some with fusions=(...), and compile_cache=False, since a "
+            "piece that is loaded from disk has been fused before"
+        )
+    return "\n\n".join(
+        f"# before\n{graph.before}\n\n# after {graph.counts}\n{graph.after}"
+        for graph in report.fusions
+    )
+
+
+def _fused_graphs(backend: PiecewiseBackend) -> list[FusedGraph]:
+    compiler = backend.compiler
+    if isinstance(compiler, InductorCompiler) and compiler.fusion_pass is not None:
+        return compiler.fusion_pass.fused
+    return []
 
 
 def _as_mermaid(report: PiecesReport) -> str:

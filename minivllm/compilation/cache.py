@@ -93,12 +93,12 @@ def environment_factors() -> dict[str, Any]:
         "triton": _triton_version(),
         "inductor": torch._inductor.config.save_config_portable(),
     }
+    # Both, wherever there are both: a piece for the CPU can be compiled on a machine with a GPU.
+    factors["cpu"] = torch.backends.cpu.get_cpu_capability()
+    factors["threads"] = torch.get_num_threads()
     if torch.cuda.is_available():
         factors["gpu"] = torch.cuda.get_device_name()
         factors["cuda"] = torch.version.cuda
-    else:
-        factors["cpu"] = torch.backends.cpu.get_cpu_capability()
-        factors["threads"] = torch.get_num_threads()
     return factors
 
 

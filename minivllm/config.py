@@ -181,6 +181,8 @@ class CompilationConfig:
             pieces as they are; `inductor` compiles them; `auto` is inductor on a GPU and none on a
             CPU, where compiling takes longer than most programs run.
         compile_sizes: Numbers of tokens to compile for exactly, beside the general shape.
+        compile_sizes_at_start: Compile for those numbers when the engine is built, rather than in
+            the first step that has one.
         splitting_ops: Operations at which the model is split; they are not compiled.
         strict: Keep guards on shapes: a model that branches on the number of tokens fails instead
             of silently keeping the branch it was traced on.
@@ -192,6 +194,7 @@ class CompilationConfig:
 
     compile: str = "auto"
     compile_sizes: tuple[int, ...] = ()
+    compile_sizes_at_start: bool = False
     splitting_ops: tuple[str, ...] = ("minivllm::attention_with_output",)
     strict: bool = False
     compile_cache: bool = True
@@ -215,6 +218,10 @@ class CompilationConfig:
         if self.enforce_eager and self.compile not in ("auto", "none"):
             raise ConfigError(
                 f"enforce_eager=True contradicts compile={self.compile!r}; give one of the two"
+            )
+        if self.compile_sizes_at_start and not self.compile_sizes:
+            raise ConfigError(
+                "compile_sizes_at_start=True has no effect without sizes; give compile_sizes"
             )
         if self.fusions and (self.enforce_eager or self.compile in ("none", "eager")):
             raise ConfigError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import operator
 import random
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from minivllm.compilation.signature import graph_signature
 from minivllm.compilation.splitting import split_graph
 from minivllm.compilation.wrapper import CompiledModel
 from minivllm.errors import ConfigError, ModelError
+from minivllm.forward_context import ForwardContext, set_forward_context
+from minivllm.layers.attention import Attention
 from minivllm.models.source import find_model
 
 ATTENTION = "minivllm::attention_with_output"
@@ -171,6 +175,17 @@ def test_attentions_output_is_passed_through_without_a_copy(artifacts: Path) -> 
         assert not any("clone" in str(node.target) for node in split.graph.graph.nodes)
 
 
+def test_the_attention_operation_writes_output_and_nothing_else_that_it_was_given() -> None:
+    backend = make_llm("tiny", "none").engine.core.runner.model.attention_layers()[0].backend
+    layer = Attention(backend, "layer")
+    query, key = torch.randn(3, 8, 64), torch.randn(3, 4, 64)
+    with set_forward_context(ForwardContext(None, {"layer": layer})):
+        arguments = (query, key, key.clone(), torch.ones(3, 8, 64), "layer")
+        torch.library.opcheck(torch.ops.minivllm.attention_with_output.default, arguments)
+        torch.ops.minivllm.attention_with_output(*arguments)
+    assert not arguments[3].any(), "without data, attention fills its output with zeros"
+
+
 def test_no_layer_name_is_inside_a_compiled_piece() -> None:
     llm = make_llm("tiny", "eager")
     forward = llm.engine.core.runner.forward
@@ -188,6 +203,17 @@ def test_chosen_sizes_are_compiled_on_first_need_and_used(artifacts: Path) -> No
     assert all(not content.exact for content in forward.backend.distinct.values())
     assert generate(llm) == generate(make_llm("tiny", "none"))
     assert all(1 in content.exact for content in forward.backend.distinct.values())
+
+
+def test_chosen_sizes_are_compiled_at_the_start_if_wanted(artifacts: Path) -> None:
+    llm = make_llm("tiny", "inductor", compile_sizes=(1, 4), compile_sizes_at_start=True)
+    forward = llm.engine.core.runner.forward
+    assert isinstance(forward, CompiledModel)
+    before = [sorted(content.exact) for content in forward.backend.distinct.values()]
+    assert before == [[1, 4]] * 3
+    work = dict(llm.stats()["compilation"])
+    assert generate(llm) == generate(make_llm("tiny", "none"))
+    assert llm.stats()["compilation"] == work, "no step has waited for a compiler"
 
 
 # ------------------------------------------------------------------------------------- splitting
@@ -490,6 +516,7 @@ def test_an_unknown_splitting_operation_names_the_known_ones() -> None:
         ({"compile_sizes": (64,), "compile": "eager"}, "no step has 64 tokens"),
         ({"splitting_ops": (), "compile": "eager"}, "attention cannot be compiled"),
         ({"enforce_eager": True, "compile": "inductor"}, "contradicts"),
+        ({"compile_sizes_at_start": True, "compile": "eager"}, "no effect without sizes"),
         ({"strict": True, "compile": "none"}, "no effect"),
     ],
 )
@@ -539,6 +566,28 @@ def test_a_folder_that_cannot_be_written_costs_a_line_in_the_log(
     (tmp_path / "compiled").write_text("a file where the folder should be")
     assert start(tmp_path)["num_compilations"] == 3
     assert sum("cannot keep a compiled piece" in r.message for r in caplog.records) == 3
+
+
+def _start_in_a_process(folder: str) -> tuple[list[list[int]], int, int]:
+    import minivllm.compilation.wrapper as wrapper
+
+    torch.set_num_threads(1)
+    wrapper.cache_root = lambda: Path(folder)
+    llm = make_llm("tiny", "inductor")
+    stats = llm.stats()["compilation"]
+    return generate(llm), stats["num_compilations"], stats["num_cache_hits"]
+
+
+def test_processes_that_start_at_once_share_a_cache_and_agree(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(4, mp_context=spawn) as pool:
+        results = list(pool.map(_start_in_a_process, [str(tmp_path)] * 4))
+    expected = generate(make_llm("tiny", "none"))
+    assert [tokens for tokens, _, _ in results] == [expected] * 4
+    assert all(compiled + loaded == 3 for _, compiled, loaded in results)
+    # One entry for each piece, whole, and nothing half-written beside them.
+    assert [file.suffix for file in (tmp_path / "compiled").iterdir()] == [".bin"] * 3
+    assert start(tmp_path)["num_cache_hits"] == 3
 
 
 def test_every_factor_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

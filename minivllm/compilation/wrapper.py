@@ -65,6 +65,8 @@ def compile_model(
     compiled = CompiledModel(model, backend, options.strict)
     with set_forward_context(ForwardContext(None, attention_layers)):
         compiled.trace(torch.device(config.device))
+    if options.compile_sizes_at_start:
+        backend.compile_all_sizes()
     return compiled
 
 

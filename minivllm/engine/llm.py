@@ -36,6 +36,7 @@ class LLM:
         enable_prefix_caching: Reuse the KV blocks of equal prefixes.
         compile: `inductor`, `eager` (the pieces as they are), `none`, or `auto`: inductor on a GPU.
         compile_sizes: Numbers of tokens to compile for exactly, beside the general shape.
+        compile_sizes_at_start: Compile for those now, rather than on first need.
         splitting_ops: Operations at which the model is split, and that are not compiled.
         strict: Fail, rather than compute something else, if the model branches on a size.
         compile_cache: Keep compiled pieces on disk for the next start.
@@ -65,6 +66,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         compile: str = "auto",
         compile_sizes: Sequence[int] = (),
+        compile_sizes_at_start: bool = False,
         splitting_ops: Sequence[str] = ("minivllm::attention_with_output",),
         strict: bool = False,
         compile_cache: bool = True,

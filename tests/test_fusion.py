@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.utils import fresh_cache
 
 from minivllm import LLM, SamplingParams
 from minivllm.compilation.compilers import InductorCompiler
@@ -19,6 +20,13 @@ from minivllm.layers import fused
 from tests.triton_worker import interpreted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    """Inductor remembers graphs between runs, and then runs no pass over them."""
+    with fresh_cache():
+        yield
 
 
 def make_llm(preset: str, device: str = "cpu", dtype: str = "float32", **options: object) -> LLM:
